@@ -1,5 +1,6 @@
 """The README is the site's first page: mkdocs calls these."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,3 +20,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Links to the README lead to that page."""
     return markdown.replace("](../README.md", "](index.md")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """A diff is copied without its signs and without what it removes: site.css makes both unselectable."""
+    return re.sub(r'(<span class="g[id]">)([+-])', r'\1<span class="sign">\2</span>', html)

@@ -27,7 +27,7 @@ from .data.loader import Loader
 from .deepspeed.config import DeepSpeedJson
 from .deepspeed.counts import count_sequences
 from .deepspeed.cpu_launch import op_lock, shared_memory
-from .deepspeed.hooks import FINITE, UNUSED, hooks_of
+from .deepspeed.hooks import FINITE, KEPT, UNUSED, hooks_of
 from .deepspeed.saving.engine import EngineCheckpoints
 from .guards.agreement import assert_ranks_agree, together
 from .guards.interfaces import gloo_meets_hosts
@@ -171,12 +171,22 @@ def _deepspeed_engine(
 
 
 def hook_engine(engine: Any, sp: SequenceParallel, of_loop: bool) -> None:
-    """Let an engine count sequences, save whole checkpoints and, where `check_finite` is set, look at its steps. A
-    second call does nothing. of_loop: as `EngineCheckpoints` takes it."""
+    """Let an engine count sequences, save whole checkpoints, forget gradients after a step of ZeRO-3 and, where
+    `check_finite` is set, look at its steps. A second call does nothing. of_loop: as `EngineCheckpoints` takes it."""
     if sp.finite is not None:
         hooks_of(engine).install(FINITE, **sp.finite.around_engine(engine, sp.control_world))
+    if engine.zero_optimization_partition_weights():
+        hooks_of(engine).install(KEPT, step=functools.partial(_step_and_forget, engine))
     count_sequences(engine, sp)
     EngineCheckpoints(engine, sp.sharding, of_loop)
+
+
+def _step_and_forget(engine: Any, step: Callable, *args: Any, **kwargs: Any) -> Any:
+    is_last = engine.is_gradient_accumulation_boundary()
+    result = step(*args, **kwargs)
+    if is_last:
+        compat.forget_gradients(engine.optimizer)
+    return result
 
 
 def _check_first_step(engine: Any, model: torch.nn.Module, sp: SequenceParallel, check_loss: bool) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,22 +21,17 @@ from .base.errors import SECTION, ConfigError, InputError, SeqParError
 from .base.fingerprint import Fingerprint
 from .base.log import log_once
 from .base.on_devices import to_device
-from .core.compiler import schedules
-from .core.compiler.sharding.layout import Run, Runs
-from .core.compiler.sharding.shards import UnevenShards
 from .core.runtime import groups
 from .core.runtime.runtime import Runtime
 from .core.runtime.transport import TorchComm
-from .data.balance import shards_of
-from .data.batch_layout import positions_held
-from .data.batches import lengths_of
+from .data.batches import fingerprint, lengths_of
 from .data.checks import IGNORE, labels_of
-from .data.dealing import Dealt, deal, deal_by_length
+from .data.dealing import Dealt, most
 from .data.documents import READ
 from .data.inputs import LAYOUT
 from .data.loader import Loader, is_dealt
-from .data.value_checks import fingerprint_of
-from .guards.agreement import together
+from .data.placing import Pack
+from .guards.agreement import maximum, together
 from .guards.interfaces import gloo_meets_hosts
 from .guards.waits import explaining_failure
 from .models import patcher_of_class
@@ -51,6 +45,8 @@ class Row(NamedTuple):
 
     tensors: dict[str, Tensor]  # by name, (1, its tokens, ...)
     documents: tuple[int, ...]  # lengths
+    media: Mapping[str, Any] = {}  # what has no entry for each token, such as pictures
+    positions: Tensor | None = None  # (axes, 1, its tokens), of a sample with media
 
     @property
     def tokens(self) -> int:
@@ -90,7 +86,8 @@ class StepDealer:
         model = _model(sp)
         patcher, dtype = patcher_of_class(model), str(next(model.parameters()).dtype).removeprefix("torch.")
         assert patcher is not None  # which has patched the model
-        self.costs = planning.costs_of_all(sp.control_world, sp.config, dtype, partial(patcher.job_of, model))
+        self.packing = patcher.packing(model)
+        self.costs = planning.costs_of_all(sp.control_world, sp.config, dtype, self.packing.job_of)
         self.sizes = sp.sharding.ulysses_sizes = _ulysses_sizes(sp, self.costs)
         for ulysses in self.sizes:
             if ulysses != sp.config.ulysses:
@@ -116,21 +113,20 @@ class StepDealer:
         action, name = "packing the samples of a step", "samples of a step"
         with together(sp.control_world, action, name, error=error, call=CALL, advice=_advice) as agreed:
             rows = [self._row(sample) for sample in samples]
+            if len({frozenset(row.tensors) for row in rows}) > 1:
+                names = " and ".join(sorted({", ".join(sorted(row.tensors)) for row in rows}))
+                raise InputError(f"the samples of a step must have the same entries for tokens; got {names}")
             of_rows = [self.costs.seconds(row.documents) for row in rows]
-            dealt = self._deal([row.tokens for row in rows], of_rows)
+            dealt = self.costs.deal([row.tokens for row in rows], of_rows, sp.data_size, self._chooses)
             agreed.value = {"samples": len(rows), "tokens": _digest(rows), "packs": str(Fingerprint.of(str(dealt)))}
             batches = [self._batch([rows[sample] for sample in pack]) for pack in dealt.shared[sp.data_rank]]
             batches += [
                 self._batch_of_whole([[rows[sample] for sample in pack] for pack in packs])
                 for packs in dealt.whole[sp.data_rank]
             ]
-            if not self.has_said:
-                of_groups = zip(dealt.shared, (itertools.chain(*packs) for packs in dealt.whole), strict=True)
-                works = [
-                    sum(of_rows[sample] for pack in itertools.chain(*both) for sample in pack) for both in of_groups
-                ]
-                self._say_once(works, lengths_of(batches[0]))
             items = max(sum(int((row.tensors["labels"] != IGNORE).sum()) for row in rows), 1) / sp.data_size
+        if not self.has_said:
+            self._say_once(dealt, of_rows, [lengths_of(batch) for batch in batches[: len(dealt.shared[0])]])
         return [{**batch, "num_items_in_batch": items} for batch in batches]
 
     def _row(self, sample: Any) -> Row:
@@ -145,9 +141,9 @@ class StepDealer:
         if not all(documents):
             raise InputError("packs are made of samples with one token or more; got one with none, leave it out")
         kept = slice(None) if mask is None else mask[0].bool().cpu()
-        tensors = {}
+        tensors, media = {}, self.packing.media_of(sample)
         for name, x in sample.items():
-            if name in READ or table.get(name) == LAYOUT or x is None:
+            if name in READ or table.get(name) == LAYOUT or x is None or name in media:
                 continue
             if name not in table or table[name].kind != "tokens" or x.shape[:2] != labels.shape:
                 raise InputError(
@@ -157,64 +153,81 @@ class StepDealer:
             tensors[name] = x[:, kept]
         starts = torch.tensor([0, *documents[:-1]], device="cpu").cumsum(0)
         tensors["labels"] = tensors["labels"].cpu().index_fill(1, starts, IGNORE)
-        return Row(tensors, documents)
+        positions = self.packing.positions_of({**tensors, **media}).cpu() if media else None
+        if positions is not None and len(positions) > 1 < len(documents):
+            raise InputError(
+                f"samples with pictures must be one document each, where positions have several axes; got one of "
+                f"{len(documents)}, give each document as a sample"
+            )
+        return Row(tensors, documents, media, positions)
 
-    def _batch(self, pack: list[Row]) -> dict[str, Tensor]:
+    def _batch(self, pack: list[Row]) -> dict[str, Any]:
         """Return a pack as a batch of one row. Where ranks would have no token, it has some that count nothing."""
         if (missing := self.sp.size - sum(row.tokens for row in pack)) > 0:
             pack = [*pack, _filler(pack, missing)]
         documents = tuple(length for row in pack for length in row.documents)
         if self._chooses and documents not in self.sp.sharding.shards_of:
-            ulysses = self.costs.ulysses(documents, self.sizes)
-            self._place(documents, shards_of(self.sp.config.layout, documents, self.sp.size // ulysses))
-        return _joined(pack, documents)
+            self._place(self.costs.pack(documents, self.sizes))
+        return self._joined(pack, documents)
 
-    def _batch_of_whole(self, packs: list[list[Row]]) -> dict[str, Tensor]:
+    def _batch_of_whole(self, packs: list[list[Row]]) -> dict[str, Any]:
         """Return a batch of one row in which each rank has the documents of one pack."""
-        all_rows, end, runs = [row for pack in packs for row in pack], 0, list[Runs]()
+        all_rows = [row for pack in packs for row in pack]
         packs = [pack or [_filler(all_rows, 1)] for pack in packs]
-        for tokens in (sum(row.tokens for row in pack) for pack in packs):
-            runs.append((Run(end, 1, tokens),))
-            end += tokens
-        pack = [row for pack in packs for row in pack]
-        documents = tuple(length for row in pack for length in row.documents)
-        self._place(documents, UnevenShards(runs))
-        return _joined(pack, documents)
+        placed = Pack.of_whole([[length for row in pack for length in row.documents] for pack in packs])
+        self._place(placed)
+        return self._joined([row for pack in packs for row in pack], placed.documents)
+
+    def _joined(self, pack: list[Row], documents: tuple[int, ...]) -> dict[str, Any]:
+        batch: dict[str, Any] = {name: torch.cat([row.tensors[name] for row in pack], 1) for name in pack[0].tensors}
+        counted = torch.cat([torch.arange(n, device="cpu") for n in documents])[None]
+        if not any(row.media for row in pack):
+            return {**batch, "position_ids": counted}
+        axes = max(len(row.positions) for row in pack if row.positions is not None)
+        of_rows = counted.expand(axes, 1, -1).split([row.tokens for row in pack], 2)
+        positions = [x if row.positions is None else row.positions for row, x in zip(pack, of_rows, strict=True)]
+        batch |= self.packing.joined([row.media for row in pack])
+        return {**batch, "position_ids": torch.cat(positions, 2) if axes > 1 else counted}
 
     @property
     def _chooses(self) -> bool:
         """Whether packs have shards of their own: not where the mesh of the configured size was given to somebody."""
         return len(self.sizes) > 1 and "device_mesh" not in vars(self.sp)
 
-    def _deal(self, tokens: Sequence[int], costs: Sequence[float]) -> Dealt:
-        sp = self.sp
-        if self._chooses and 0 < max(tokens, default=0) <= self.cap:
-            return deal_by_length(tokens, costs, sp.data_size, sp.size, sp.config.tokens_per_rank)
-        return Dealt(deal(tokens, costs, sp.data_size, self.cap), [[]] * sp.data_size)
-
-    def _place(self, documents: tuple[int, ...], shards: UnevenShards) -> None:
+    def _place(self, pack: Pack) -> None:
         known = self.sp.sharding.shards_of
-        known[documents] = shards
+        known[pack.documents] = pack.shards
         if len(known) > REMEMBERED:
             del known[next(iter(known))]
 
-    def _say_once(self, by_group: Sequence[float], documents: tuple[int, ...]) -> None:
-        """Log how equal the first step's work is for groups, and its first pack's for ranks.
+    def _say_once(self, dealt: Dealt, costs: Sequence[float], shared: Sequence[tuple[int, ...]]) -> None:
+        """Log how equal the first step's work is, and what ranks receive. Collective over the world.
 
         Args:
-            by_group: The work of each group.
-            documents: Of this group's first pack.
+            dealt: The packs of the step.
+            costs: Of its samples.
+            shared: The documents of each pack that this group shares.
         """
-        placement, (pair, token) = self.sp.place(sum(documents), documents), self.costs.work
-        starts, shards = torch.tensor(placement.mask.documents or (0,), device="cpu"), placement.shards
-        held = [positions_held(shards, 1, rank) for rank in range(shards.size)]
-        of_documents = [torch.searchsorted(starts, positions, right=True) - 1 for positions in held]
-        works = [float((pair * (at - starts[of] + 1) + token).sum()) for at, of in zip(held, of_documents, strict=True)]
-        cut = int((torch.cat([of.unique() for of in of_documents]).bincount() > 1).sum())
+        sp, cut, received = self.sp, 0, 0
+        by_rank = [[*pack] for pack in zip(*dealt.whole[sp.data_rank], strict=True)] or [[]] * sp.size
+        works = [sum(costs[sample] for pack in packs for sample in pack) for packs in by_rank]
+        for documents in shared:
+            placement = sp.place(sum(documents), documents)
+            pack = Pack(documents, placement.shards, sp.sharding.ulysses(placement))
+            of_cp_ranks = self.costs.works(pack)
+            works = [work + of_cp_ranks[rank // pack.ulysses] / pack.ulysses for rank, work in enumerate(works)]
+            cut += len(pack.cut)
+            received += self.costs.received(documents, pack.ulysses, sp.rank)
+        of_groups = [
+            sum(costs[sample] for pack in (*packs, *itertools.chain(*whole)) for sample in pack)
+            for packs, whole in zip(dealt.shared, dealt.whole, strict=True)
+        ]
+        bytes_most, count = maximum(sp.control_world, received, "bytes of packs"), sum(map(len, shared))
+        count += sum(len(pack) for packs in by_rank for pack in packs)
         log_once(
-            f"sequence_parallel: the first step's work, most over mean: {_most(by_group):.3f} over {len(by_group)} "
-            f"groups; {_most(works):.3f} over the {len(works)} CP ranks of its first pack, which has {sum(documents)} "
-            f"tokens, and of whose {len(documents)} documents {cut} are cut"
+            f"sequence_parallel: the first step's work, most over mean: {most(of_groups):.3f} over {len(of_groups)} "
+            f"groups, {most(works):.3f} over the {len(works)} ranks of the first one; {cut} of its {count} documents "
+            f"are cut ({cut / max(count, 1):.1%}); in attention a rank receives {bytes_most / 2**20:.3g} MiB at most"
         )
         self.has_said = True
 
@@ -268,14 +281,11 @@ def _model(sp: Any) -> Any:
 
 def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
     """Return the Ulysses sizes that a pack may have; the configured one alone where another would not fit."""
-    config, model, sizes = sp.config, costs.step.model, [sp.config.ulysses]
+    config, sizes = sp.config, [sp.config.ulysses]
     why = {
         "the settings give it": not sp.ulysses_is_free,
-        "layers have a state, or send latents": model.states is not None or model.latent_projections is not None,
         "device_mesh was given out": "device_mesh" in vars(sp),
-        "a schedule, a layout, a rank order or head chunks are set": config.layout != "balanced"
-        or (config.schedule, config.schedule_options, config.rank_order) != (schedules.DEFAULT, (), "auto")
-        or config.head_chunks == "auto",
+        costs.fixed: costs.fixed != "",
     }
     if fixed := [reason for reason, holds in why.items() if holds]:
         log_once(f"sequence_parallel: all packs have ulysses {config.ulysses}, since {fixed[0]}")
@@ -294,11 +304,6 @@ def _runtime(sp: Any, ulysses: int) -> Runtime:
     return Runtime(config, topology, made.cp_rank, comm, topology.index(rank, "ulysses"), of=sp.runtime)
 
 
-def _most(works: Sequence[float]) -> float:
-    """Return the most over the mean."""
-    return max(works) * len(works) / (sum(works) or 1.0)
-
-
 def _filler(pack: Sequence[Row], tokens: int) -> Row:
     """Return a row of tokens that count nothing, with the tensors of a pack."""
     filler = torch.zeros(1, tokens, dtype=torch.int64, device="cpu")
@@ -307,13 +312,8 @@ def _filler(pack: Sequence[Row], tokens: int) -> Row:
     return Row({**zeros, "labels": filler + IGNORE}, (tokens,))
 
 
-def _joined(pack: Sequence[Row], documents: tuple[int, ...]) -> dict[str, Tensor]:
-    batch = {name: torch.cat([row.tensors[name] for row in pack], 1) for name in pack[0].tensors}
-    return {**batch, "position_ids": torch.cat([torch.arange(n, device="cpu") for n in documents])[None]}
-
-
 def _digest(rows: Sequence[Row]) -> str:
-    return str(Fingerprint.of(*(fingerprint_of(row.tensors[name]) for row in rows for name in sorted(row.tensors))))
+    return str(Fingerprint.of(*(text for row in rows for text in fingerprint({**row.tensors, **row.media}).items())))
 
 
 def _advice(by_rank: Any) -> str:

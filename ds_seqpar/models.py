@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -39,6 +40,9 @@ class ModelPatcher(Protocol):
     def patched_with(self, model: Any) -> Any:
         """Return the SequenceParallel that a model is patched with, or None."""
 
+    def packing(self, model: Any) -> Packing:
+        """Return what packs must know of a patched model."""
+
     def patch_attention(self, model: Any, sp: Any) -> Any:
         """Let the model's attention run on sp; return the model."""
 
@@ -53,6 +57,22 @@ class ModelPatcher(Protocol):
 
     def check_engine(self, engine: Any, sp: Any) -> None:
         """Check the loss in the first forward of an engine's model, and that it calls sp.attention."""
+
+
+class Packing(Protocol):
+    """What packs must know of a model."""
+
+    def job_of(self, job: Job) -> Job:
+        """Return the job with the model's sizes. Raises ConfigError where its loss is no sum over tokens."""
+
+    def media_of(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs of a sample that have no entry for each token. Raises where the model cannot take them."""
+
+    def positions_of(self, document: Mapping[str, Any]) -> Any:
+        """Return the positions of a document's tokens, int64 (axes, 1, tokens), of which the first axis counts them."""
+
+    def joined(self, media: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what `media_of` has returned for documents as the inputs of one pack."""
 
 
 def patcher_of_class(model: nn.Module) -> ModelPatcher | None:
@@ -80,12 +100,12 @@ def required_patcher(model: nn.Module) -> ModelPatcher:
 def numbers_of(place: str) -> Model:
     """Return the sizes of a model, from the folder or the file of its config. Raises ConfigError for another file, and
     for a family that is not known."""
-    return imported(f"{PACKAGES['PreTrainedModel']}.trainer.job").numbers_of(place)
+    return imported(f"{PACKAGES['PreTrainedModel']}.look.sizes").numbers_of(place)
 
 
 def random_model(place: str) -> Any:
     """Return a model with random weights, of the configuration that `numbers_of` reads. Raises what that raises."""
-    return imported(f"{PACKAGES['PreTrainedModel']}.trainer.job").random_model(place)
+    return imported(f"{PACKAGES['PreTrainedModel']}.look.sizes").random_model(place)
 
 
 def doctor_of_models() -> Any:

@@ -113,9 +113,7 @@ def costs_of_all(
     with together(world, "estimating the cost of samples", "cost of samples", call="sp.packs") as agreed:
         job = job_with_model(Job(dtype="float32" if dtype == "float64" else dtype))
         if job.model is None:
-            raise ConfigError(
-                "samples are dealt by the sizes of a causal language model; got another one, leave tokens_per_rank out"
-            )
+            raise ConfigError(f"samples are dealt by the sizes of a model; {job.uncounted}, leave tokens_per_rank out")
         costs = Costs.of(config, job, len(hosts), detected_machine(hosts, named_machine(config)))
         agreed.value = {"model": str(costs.step.model), "work": str(costs.work)}
     return costs

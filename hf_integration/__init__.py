@@ -27,6 +27,7 @@ from .model.patch import check_engine as check_engine
 from .model.patch import check_patch, patch_attention, patched_with, share_sequences, unpatch_attention, whole_sequences
 from .model.patch import trust_loss as trust_loss
 from .trainer.job import job_of
+from .trainer.samples import packing as packing
 
 if TYPE_CHECKING:
     from .loaders import prepare_loader

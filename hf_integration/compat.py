@@ -131,6 +131,13 @@ def check_rollouts(trainer_class: type) -> None:
     check_calls(attribute(f"{file.__name__}:{_GENERATION}", breaks)(file))
 
 
+def cuts_of_rows() -> tuple[Callable, Callable]:
+    """Return trl's functions that cut what a processor gives into rows, and join rows again."""
+    names = ("split_pixel_values_by_grid", "unsplit_pixel_values_by_grid")
+    cut, join = (private(f"trl.trainer.utils:{name}", "GRPO and RLOO with pictures") for name in names)
+    return cut, join
+
+
 def check_calls(cls: type) -> None:
     """Raise ConfigError for a class of trl's whose methods make other calls that count ranks than `CALLED` has."""
     expected, found = CALLED[cls.__name__], dict[str, set[str]]()

@@ -9,12 +9,12 @@ memory is that of rows times tokens.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import inspect
 import types
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +23,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.base.errors import ConfigError, InputError
-from ds_seqpar.operators.gathered import Piece, gather, pieces_of, segments
+from ds_seqpar.base.compat import graph_task
+from ds_seqpar.base.errors import ConfigError, InputError, SeqParError, as_seqpar_error
+from ds_seqpar.operators.gathered import NAME, Piece, gather, pieces_of, segments
 from ds_seqpar.operators.states import Tied
 
 from . import sparse
@@ -32,7 +33,7 @@ from .compat import ATTENTION, attention_name
 from .context import KEYWORD, ForwardContext, current
 from .families import name_before
 from .graph_breaks import between_graphs
-from .module_patch import is_overridden, override
+from .module_patch import is_overridden, override, patched
 
 CACHES = ("past_key_values", "layer_past")  # names of the argument that a cache is given by
 BY_KEY, PER_HEAD = "alibi", "position_bias"  # names of arguments that have no dim of queries
@@ -41,6 +42,7 @@ SHARED = "shared_kv_states"  # the name of an argument by which layers share key
 KEYS = "keys"  # what keys and values are called that a module gave its cache
 CONVOLUTION = "convolution "  # of whose outputs keys may be made
 POOLS = "compress_ratio"  # an attribute of an indexer that rotates what it has made of several keys, by their positions
+LAYER = "a layer that gathers keys"  # in errors
 NUMBERS = ("position_ids", "prev_topk_indices")  # names of arguments that number keys
 ROWS = 256  # tokens that a module computes at a time
 
@@ -332,7 +334,7 @@ class Pieces:
             return {key: self._mapped(name, value, function) for key, value in x.items()}
         if isinstance(x, tuple | list):
             return type(x)(self._mapped(name, value, function) for value in x)
-        if not isinstance(x, Tensor) or name in WHOLE:
+        if not isinstance(x, Tensor) or not x.dim() or name in WHOLE:
             return x
         axes = [x.dim() - 1] if name == "position_ids" else range(min(1, x.dim() - 1), min(3, x.dim()))
         axis = next((axis for axis in axes if x.shape[axis] == self.tokens), None)
@@ -477,9 +479,10 @@ def _empty(output: Any) -> Any:
 
 
 @between_graphs
-def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces, selecting: Sequence[nn.Module]) -> Any:
+def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
     layout, cached = context.layout, context.cached
-    selects = call.module in selecting and sparse.can_run(selecting)
+    selecting = patched(call.module).selecting
+    selects = len(selecting) > 0 and sparse.can_run(selecting)
     if cached is not None and cached.is_decode:
         return cached.selected(call) if selects else cached.gathered(call)
     if layout is not None and layout.mask.parents:
@@ -490,12 +493,35 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces, selecti
     of = (None, ()) if layout is None else (layout.shards, layout.mask.documents)
     runtime = sp.runtime_of(of[0])
     cut, peers = segments(runtime, call.tokens, *of), runtime.one_ring
-    of_ranks, gather_all = pieces_of(cut, ROWS), functools.partial(gather, peers, segments=cut)
-    if cached is not None:
-        return cached.selected(call, of_ranks) if selects else cached.gathered(call, of_ranks, gather_all)
-    if selects:
-        return at_once(call, of_ranks[peers.rank], gather_all)
-    return in_pieces(call, of_ranks[peers.rank], gather_all, max(map(len, of_ranks)))
+    of_ranks = pieces_of(cut, ROWS)
+
+    def gather_all(xs: list[Tensor]) -> list[Tensor]:
+        alike = [(str(x.dtype), tuple(x.shape[2:]), x.requires_grad) for x in xs]
+        sp.checker.check_deferred(NAME, {"tensors": alike}, call=LAYER)
+        return gather(peers, xs, cut)
+
+    with _telling(sp, call.module):
+        if cached is not None:
+            return cached.selected(call, of_ranks) if selects else cached.gathered(call, of_ranks, gather_all)
+        if selects:
+            return at_once(call, of_ranks[peers.rank], gather_all)
+        return in_pieces(call, of_ranks[peers.rank], gather_all, max(map(len, of_ranks)))
+
+
+@contextlib.contextmanager
+def _telling(sp: SequenceParallel, module: nn.Module) -> Iterator[None]:
+    """Context manager of a module's run in forward, whose errors are raised on all ranks: they would wait for keys."""
+    error, is_forward = None, graph_task() < 0
+    try:
+        yield
+    except SeqParError:
+        raise
+    except Exception as reason:
+        if not is_forward:  # which may be a checkpoint that stops early
+            raise
+        error = as_seqpar_error(f"{type(module).__name__}, a layer that gathers keys, failed", reason)
+    if is_forward:
+        sp.checker.check_deferred(LAYER, {}, error=error, call=LAYER)
 
 
 def check(modules: Iterable[nn.Module]) -> None:
@@ -519,14 +545,13 @@ def check(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def share(module: Any, sp: SequenceParallel, window: int | None, selecting: Sequence[nn.Module] = ()) -> None:
+def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
     """Let an attention module run on a rank's pieces, in forwards that are not local.
 
     Args:
         module: The module.
         sp: Whose ranks share sequences.
         window: The length of the window of its mask; None without.
-        selecting: Those of the model that run at once where all of them can.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -536,7 +561,7 @@ def share(module: Any, sp: SequenceParallel, window: int | None, selecting: Sequ
         if context.mode == "local":
             return type(self).forward(self, *args, **kwargs)
         call = Pieces(self, window, args, {name: x for name, x in kwargs.items() if name != KEYWORD})
-        return _shared(sp, context, call, selecting)
+        return _shared(sp, context, call)
 
     keep_config(module)
     override(module, "forward", types.MethodType(forward, module))

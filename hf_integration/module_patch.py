@@ -26,6 +26,8 @@ class ModulePatch:
     sp: Any = None  # the SequenceParallel, of modules that attend
     mask: Any = None  # their Mask
     chunk: int | None = None  # the length of the chunks of a document that see only themselves
+    # of a module with an index: those of the model that run on all of a rank's tokens at once, where all of them can
+    selecting: list[nn.Module] = dataclasses.field(default_factory=list)
     head_chunks: int = 1  # of the module of which this one is a copy that has one of them
     model: Any = None  # of a base model: the Patch of its model
     base: str | None = None  # of a model: the name of the module that heads call, where that is not its base model

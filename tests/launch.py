@@ -2,7 +2,10 @@
 
 The processes are forked from a server that has imported the heavy packages once, so a test with 4 ranks costs a
 fraction of a second and not 4 imports of DeepSpeed. A test gets processes of its own, unless it says that it leaves
-nothing behind in them.
+nothing behind in them. Two variables of the environment change this:
+
+    RANKS_FRESH=1   every test gets new ranks, so a test that needs what another left behind fails
+    RANKS_SPAWN=1   ranks are spawned with pytest's stdin and without time limits, so one of them can call breakpoint()
 """
 
 import atexit
@@ -12,15 +15,18 @@ import gc
 import importlib
 import json
 import multiprocessing
+import multiprocessing.util  # before `_close_kept` is registered
 import os
 import socket
+import sys
 import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests import costs
+from tests import costs, plants
 
 # what ranks import sooner or later; a name that another release does not have is passed over
 PRELOAD = [
@@ -64,7 +70,7 @@ def on_ranks(world, function, *args, timeout=120, check=True, patience=60, keep=
     down, for what brings it up itself (a group that one rank has left is no longer there for another to join).
     keep: a word, for ranks that may have run other functions of that word and may run more of them; None: new ranks.
     """
-    if keep is None or patience != 60:
+    if keep is None or patience != 60 or os.environ.get("RANKS_FRESH"):
         with Ranks(world, patience) as ranks:
             results, errors = ranks.call(function, *args, timeout=timeout)
     else:
@@ -150,15 +156,19 @@ class Ranks:
 
     def __init__(self, world, patience=60, preload=PRELOAD):
         os.environ["OMP_NUM_THREADS"] = "1"
-        context = multiprocessing.get_context("forkserver")
+        self.is_debugged = bool(os.environ.get("RANKS_SPAWN"))
+        context = multiprocessing.get_context("spawn" if self.is_debugged else "forkserver")
         context.set_forkserver_preload(preload)  # of the first ranks of a process: it has one server
+        if self.is_debugged:
+            patience = patience and 24 * 3600
         self.folder, self.environment = tempfile.TemporaryDirectory(), _environment()
         self.pipes, self.processes, self.counted = [], [], [None] * world
         port = free_port()
         for rank in range(world):
             ours, theirs = context.Pipe()
             place = self.folder.name, port, patience
-            process = context.Process(target=_rank, args=(rank, world, *place, self.environment, theirs))
+            stdin = Connection(os.dup(0), writable=False) if self.is_debugged else None  # a child's own is closed
+            process = context.Process(target=_rank, args=(rank, world, *place, self.environment, theirs, stdin))
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -175,7 +185,7 @@ class Ranks:
         for pipe in self.pipes:
             with contextlib.suppress(OSError):  # of one that is gone there is nothing to read either
                 pipe.send((function, args))
-        results, errors, deadline = {}, {}, time.monotonic() + timeout
+        results, errors, deadline = {}, {}, time.monotonic() + (timeout if not self.is_debugged else 24 * 3600)
         for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
             try:
                 if pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -220,7 +230,10 @@ def free_port():
         return s.getsockname()[1]
 
 
-def _rank(rank, world, folder, port, patience, environment, pipe):
+def _rank(rank, world, folder, port, patience, environment, pipe, stdin):
+    if stdin is not None:
+        os.dup2(stdin.fileno(), 0)
+        sys.stdin = os.fdopen(0)
     os.environ.clear()  # the server's, which is that of the test which first needed ranks
     os.environ.update(
         environment,
@@ -233,6 +246,8 @@ def _rank(rank, world, folder, port, patience, environment, pipe):
     import torch
     import torch.distributed as dist
 
+    if plants.PLANTED in os.environ:
+        plants.plant(*json.loads(os.environ[plants.PLANTED]))
     torch.set_num_threads(1)
     began = time.process_time()
     outcome = True, None

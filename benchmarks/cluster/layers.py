@@ -11,8 +11,8 @@ Nodes, links, contenders, turns and the table are those of `cluster.attention`; 
 group of keys for eight heads. Both run transformers' own functions for CPUs, in chunks of 64 tokens. latent: attention
 of DeepSeek-V3's proportions: queries of 1.5 head_dim, a latent of 4.5 head_dim.
 
-Each contender is compared first with the same layer in one process. counted MB: what the rank that gets most says that
-it received in a call.
+Each contender is compared first with the same layer in one process. MiB: of tensors that a call makes on a rank, the
+most at once. counted MB: what the rank that gets most says that it received in a call.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.base.errors import SeqParError
 from hf_integration import mixers
 from tests.launch import Ranks
+from tests.live import Live
 
 TOLERANCE = 1e-4
 CHUNK = 64
 DEFAULT = ["u8+recurrent_layers=heads", "ring+recurrent_layers=states"]
-COLUMNS = ["contender", "s", "spread", "against first", "MB out", "MB in", "counted MB", "share of link"]
+COLUMNS = ["contender", "s", "spread", "against first", "MiB", "MB out", "MB in", "counted MB", "share of link"]
+Build = Callable[[Spec, argparse.Namespace, str], str | None]
 
 
 def main() -> None:
     on_ranks.end_by_exit()
     args = arguments()
-    print(f"\n{title(args)}\n\n{table(measure(args), args)}", flush=True)
+    print(f"\n{title(args)}\n\n{table(measure(args, reference(args), build), args)}", flush=True)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -62,13 +64,21 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return on_ranks.checked(parser, given)
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each contender, in the order given. Raises RankFailure where a rank failed."""
+def measure(args: argparse.Namespace, whole: dict[str, Any], build: Build) -> list[dict[str, Any]]:
+    """A row for each contender, in the order given. Raises RankFailure where a rank failed.
+
+    Args:
+        args: As from `arguments`.
+        whole: What ranks find in a file, with the "results" in one process.
+        build: On a rank: makes the next step of a contender; None, or why it cannot run here.
+    """
     rows: list[dict[str, Any]] = []
     with net.Network(args.nodes, args.link) as network, on_ranks.started(args, network) as ranks:
-        torch.save(reference(args), Path(ranks.folder.name, "tensors"))
+        torch.save(whole, Path(ranks.folder.name, "tensors"))
         for spec in args.contenders:
-            rows.append({"name": spec.name, **_prepared(ranks, network, args, spec, _able(rows))})
+            reason = on_ranks.call(ranks, build, spec, args, ranks.folder.name)[0]
+            found = {"cannot": reason} if reason else _prepared(ranks, network, spec, _able(rows))
+            rows.append({"name": spec.name, **found})
             tables.say(f"{spec.name}: {rows[-1].get('cannot', 'as in one process')}")
         attention.take_turns(ranks, [row for row in rows if "cannot" not in row], args.rounds)
     return rows
@@ -78,9 +88,7 @@ def _able(rows: Sequence[dict[str, Any]]) -> int:
     return sum("cannot" not in row for row in rows)
 
 
-def _prepared(ranks: Ranks, network: net.Network, args: argparse.Namespace, spec: Spec, index: int) -> dict[str, Any]:
-    if reason := on_ranks.call(ranks, build, spec, args, ranks.folder.name)[0]:
-        return {"cannot": reason}
+def _prepared(ranks: Ranks, network: net.Network, spec: Spec, index: int) -> dict[str, Any]:
     error = max(on_ranks.call(ranks, difference, index, ranks.folder.name))
     if not error <= TOLERANCE:
         raise ArithmeticError(
@@ -89,7 +97,8 @@ def _prepared(ranks: Ranks, network: net.Network, args: argparse.Namespace, spec
     before = on_ranks.call(ranks, received, index)
     _, out, into = on_ranks.carried(ranks, network, lambda: on_ranks.turn(ranks, index))
     counted = max(b - a for a, b in zip(before, on_ranks.call(ranks, received, index), strict=True))
-    return {"error": error, "out": out, "in": into, "counted": counted}
+    peak = max(on_ranks.call(ranks, most_alive, index))
+    return {"error": error, "out": out, "in": into, "counted": counted, "peak": peak}
 
 
 # ---- layers
@@ -184,6 +193,10 @@ class Step:
         out = self.layer(self.sp, *inputs)
         return [out.detach(), *torch.autograd.grad(out, inputs, self.do)]
 
+    @staticmethod
+    def error(found: Tensor, wanted: Tensor) -> float:
+        return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
     def __call__(self) -> None:
         self.run()
 
@@ -209,10 +222,17 @@ def _step(index: int) -> Step:
 
 
 def difference(index: int, folder: str) -> float:
-    """The greatest max|a - b| / max|b| of a result against that in one process, on this rank's tokens."""
+    """The greatest error of a result against that in one process, on this rank's tokens."""
     whole, step = torch.load(Path(folder, "tensors"), mmap=True), _step(index)
-    pairs = zip(step.run(), whole["results"], strict=True)
-    return max(((a - b[:, step.positions]).abs().max() / b.abs().max()).item() for a, b in pairs)
+    return max(step.error(a, b[:, step.positions]) for a, b in zip(step.run(), whole["results"], strict=True))
+
+
+def most_alive(index: int) -> int:
+    """Bytes of tensors that a call makes, the most at once."""
+    step = _step(index)
+    with Live(*step.inputs, step.do) as live:
+        step.run()
+    return live.peak
 
 
 def received(index: int) -> int:
@@ -236,7 +256,8 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     for row in able:
         median, first = statistics.median(row["seconds"]), statistics.median(able[0]["seconds"])
         most = max(*row["out"], *row["in"])
-        sizes = [f"{size / 1e6:.2f}" for size in (max(row["out"]), max(row["in"]), row["counted"])]
+        sizes = [f"{row['peak'] / 2**20:.0f}"]
+        sizes += [f"{size / 1e6:.2f}" for size in (max(row["out"]), max(row["in"]), row["counted"])]
         lines.append([row["name"], f"{median:.3f}", tables.spread(row["seconds"]), f"{first / median:.2f}", *sizes,
                       f"{most / net.rate_of(args.link) / median:.2f}"])  # fmt: skip
     return on_ranks.report(COLUMNS, lines, rows, args)

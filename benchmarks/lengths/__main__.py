@@ -11,7 +11,7 @@ sample fits a rank, dealt by cost; ours: whole samples on each rank, but for the
 A step is one layer of `MODEL`, forward and backward, on 8 nodes of one rank in a cluster in a box (`cluster.net`). A
 rank sleeps as long as the machine `--machine` computes, times --slower: by attention's pairs and by tokens. Tensors are
 sent for real, with heads of a --thinner-th, on links of a rank's real rate over both. A call's own time of processors,
-several ms, is then --slower times less on that machine. What a step needs for parameters is left out: a barrier for
+15 to 50 ms, is then --slower times less on that machine. What a step needs for parameters is left out: a barrier for
 each sample, of (a), would only cost it more.
 
 --real: a LLaMA on 2 ranks of this machine, loops with `sp.packs` and plain ones, forward and backward; lengths are a
@@ -30,8 +30,7 @@ import math
 import random
 import statistics
 import time
-from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,8 +41,8 @@ from benchmarks.lengths.ranks import Pack, build, real
 from benchmarks.memory.ranks import Model as Small
 from benchmarks.turns import order
 from ds_seqpar.core.settings import SequenceParallelConfig
-from ds_seqpar.data.balance import shards_of
-from ds_seqpar.data.dealing import deal, deal_by_length
+from ds_seqpar.data import placing
+from ds_seqpar.data.dealing import deal, most
 from ds_seqpar.planner.estimate import Work
 from ds_seqpar.planner.lengths import Costs
 from ds_seqpar.planner.machine import Machine
@@ -67,7 +66,7 @@ COLUMNS = ["samples", "link", "contender", "ratio", "s", "work", "groups", "MB",
 
 def main() -> None:
     on_ranks.end_by_exit()
-    parser = tables.parser(__doc__, kinds=list(KINDS), links=list(LINKS), machine="h100-ib", slower=200, thinner=8,
+    parser = tables.parser(__doc__, kinds=list(KINDS), links=list(LINKS), machine="h100-ib", slower=1000, thinner=8,
                            rounds=1, real=False, scale=16, patience=300.0)  # fmt: skip
     args = parser.parse_args()
     tables.head(*COLUMNS)
@@ -75,10 +74,11 @@ def main() -> None:
         tables.row(*cells)
 
 
-def samples(kind: str, times: int = 1, scale: int = 1) -> list[int]:
-    """Tokens of a step's samples, shuffled; between quantiles they grow by equal factors, of a uniform kind equally."""
-    quantiles, count = KINDS[kind]
-    count *= times
+def samples(kind: str, times: int = 1, scale: int = 1, count: int = 0) -> list[int]:
+    """Tokens of a step's samples, or of `count`, shuffled. Between quantiles they grow by equal factors, of a uniform
+    kind equally."""
+    quantiles, of_step = KINDS[kind]
+    count = (count or of_step) * times
     places, found = sorted(quantiles), []
     for number in range(count):
         at = number / (count - 1)
@@ -107,18 +107,21 @@ def contenders(lengths: Sequence[int], costs: Costs) -> dict[str, list[Pack]]:
             Pack(tuple(tuple(lengths[x] for x in pack) for pack in row)) for row in zip(*dealt, strict=True)
         ]
     found["b: packs, Ulysses 8"] = [Pack(pack, RANKS) for pack in packs]
-    ours = deal_by_length(lengths, of, 1, RANKS, CAP)
-    packs = [tuple(lengths[x] for x in pack) for pack in ours.shared[0]]
-    found["ours"] = [Pack(pack, costs.ulysses(pack, costs.ulysses_sizes)) for pack in packs]
-    found["ours"] += [Pack(tuple(tuple(lengths[x] for x in pack) or (1,) for pack in row), 1) for row in ours.whole[0]]
+    found["ours"] = [as_sent(pack) for pack in costs.packed(lengths, 1).packs[0]]
     return found
+
+
+def as_sent(pack: placing.Pack) -> Pack:
+    if pack.cut or pack.ulysses > 1:
+        return Pack(pack.documents, pack.ulysses)
+    return Pack(tuple(tuple(pack.documents[part.document] for part in parts) or (1,) for parts in pack.parts), 1)
 
 
 def emulated(args: argparse.Namespace) -> Iterator[list[object]]:
     args.nodes, args.ranks_per_node, args.world = RANKS, 1, RANKS
     machine = dataclasses.replace(Machine.load(args.machine), per_node=1)
     rates = {link: f"{LINKS[link] * 8 / args.slower / args.thinner / 1e3:.0f}kbit" for link in args.links}
-    config = SequenceParallelConfig(size=RANKS).resolve(RANKS, (MODEL.heads, MODEL.kv_heads))
+    config = SequenceParallelConfig(size=RANKS, tokens_per_rank=CAP).resolve(RANKS, (MODEL.heads, MODEL.kv_heads))
     heads = MODEL.heads, MODEL.kv_heads, MODEL.head_dim // args.thinner
     with net.Network(RANKS, rates[args.links[0]]) as network, on_ranks.started(args, network) as ranks:
         for kind, link in itertools.product(args.kinds, args.links):
@@ -141,7 +144,7 @@ def emulated(args: argparse.Namespace) -> Iterator[list[object]]:
                     seconds[name].append(max(took))
                     others[name] = [f"{most(slept):.3f}", f"{max(out) / 1e6:.1f}"]
                     tables.say(f"{kind}, {link}, {name}: {max(took):.2f} s, of which {max(slept):.2f} computing")
-            yield from cells(kind, link, rows, seconds, others, of_groups(kind, costs))
+            yield from cells(kind, link, rows, seconds, others, costs.packed(samples(kind, 4), 4).of_groups)
 
 
 def cells(kind: str, link: str, rows: Any, seconds: Any, others: Any, groups: float) -> Iterator[list[object]]:
@@ -169,31 +172,8 @@ def cells(kind: str, link: str, rows: Any, seconds: Any, others: Any, groups: fl
 
 def cuts(pack: Pack) -> int:
     """Documents of a pack that several CP ranks hold."""
-    if pack.ulysses == 0 or isinstance(pack.lengths[0], tuple):
-        return 0
-    shards, starts = (
-        shards_of("balanced", pack.lengths, RANKS // pack.ulysses),
-        [0, *itertools.accumulate(pack.lengths)],
-    )
-    held: dict[int, set[int]] = defaultdict(set)
-    for rank in range(shards.size):
-        for run in shards.runs("q", (rank,)):
-            for number in range(bisect_right(starts, run.start) - 1, bisect_left(starts, run.last + 1)):
-                held[number].add(rank)
-    return sum(len(ranks) > 1 for ranks in held.values())
-
-
-def of_groups(kind: str, costs: Costs) -> float:
-    """Most over mean of the work of 4 groups."""
-    lengths = samples(kind, 4)
-    of = [costs.seconds([n]) for n in lengths]
-    dealt = deal_by_length(lengths, of, 4, RANKS, CAP)
-    of_all = [[*shared, *itertools.chain(*whole)] for shared, whole in zip(*dealt, strict=True)]
-    return most([sum(of[x] for pack in packs for x in pack) for packs in of_all])
-
-
-def most(works: Sequence[float]) -> float:
-    return max(works) * len(works) / sum(works)
+    is_shared = pack.ulysses > 0 and not isinstance(pack.lengths[0], tuple)
+    return len(placing.Pack.shared(pack.lengths, "balanced", RANKS, pack.ulysses).cut) if is_shared else 0
 
 
 def really(args: argparse.Namespace) -> Iterator[list[object]]:

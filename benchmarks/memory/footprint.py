@@ -42,7 +42,7 @@ def measured(model: Any, options: dict[str, Any], seq: int) -> tuple[int, dict[s
 def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> TrainingStep:
     """The step that a contender of `memory.ranks` makes, as the planner knows it."""
     from benchmarks.memory.ranks import divided
-    from hf_integration.trainer.job import config_sizes
+    from hf_integration.look.sizes import config_sizes
 
     local, section = divided(options, seq)
     trained: Any = {

@@ -19,7 +19,7 @@ from ds_seqpar.deepspeed.config import Zero
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.plan import plan
 from ds_seqpar.planner.request import Job, Model, Request
-from hf_integration.trainer.job import config_sizes
+from hf_integration.look.sizes import config_sizes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings_reference.md"
 MARK = "<!-- python -m benchmarks.planner.settings -->\n"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..base.errors import ConfigError, ranks_in_words
 from ..core.compiler.schedules.plan import Plan
+from ..data.placing import Pack
 from ..schedules.simulate import UNSPLIT, Costs, HeadSplit
 from ..schedules.timeline import TRACKS, Event, Timeline, lanes
 
@@ -20,6 +21,7 @@ COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8", "merge": "
 # kind of event -> its text in the legend; other kinds are not drawn
 NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "merge": "merging", "copy": "copying",
          "post": "posting", "exchange": "Ulysses' exchange arriving"}  # fmt: skip
+WHOLE = ("#c8c8c8", "#a0a0a0")  # documents that are whole on a rank, in turn
 ARRIVING = tuple(kind for kind in NAMES if TRACKS[kind] == "receive")  # drawn in a row's lower lane
 
 
@@ -56,6 +58,41 @@ def draw(
     handles = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in NAMES if kind in shown]
     below = (0.5, -0.9 / height)
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=below, ncol=max(1, len(handles)))
+    save(figure, file)
+
+
+def draw_packs(packs: Sequence[Sequence[Pack]], file: str | Path) -> None:
+    """Write an image of the packs of each group: a row for each CP rank, its tokens from left to right, those of one
+    micro-batch after those of another. Documents on one rank are gray, each other one has a color.
+
+    Raises:
+        ConfigError: As of `draw`.
+    """
+    rows = [
+        (group, pack, at, rank)
+        for group, of in enumerate(packs)
+        for at, pack in enumerate(of)
+        for rank in range(pack.shards.size)
+    ]
+    widest = max(sum(part.tokens for part in parts) for of in packs for pack in of for parts in pack.parts)
+    ranks = max(pack.shards.size * pack.ulysses for of in packs for pack in of)
+    figure = new_figure(13, 1.2 + 0.3 * ranks * len(packs))
+    axes = figure.add_subplot()
+    for group, pack, at, rank in rows:
+        left, cut, place = 1.05 * widest * at, pack.cut, group * (ranks + 1) + rank * pack.ulysses
+        for number, part in enumerate(pack.parts[rank]):
+            color = f"C{'012345689'[part.document % 9]}" if part.document in cut else WHOLE[number % 2]
+            axes.broken_barh(
+                [(left, part.tokens)], (place, pack.ulysses), facecolors=color, edgecolor="white", linewidth=0.3
+            )
+            left += part.tokens
+    axes.set_yticks(
+        [group * (ranks + 1) + rank + 0.5 for group in range(len(packs)) for rank in range(ranks)],
+        [f"rank {group * ranks + rank}" for group in range(len(packs)) for rank in range(ranks)],
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens, of one micro-batch after another")
+    axes.set_title("packs of an optimizer step: gray documents are whole on a rank", fontsize=11)
     save(figure, file)
 
 

@@ -74,9 +74,9 @@ def attribute(name: str, breaks: str) -> Callable[[Any], Any]:
 
 
 def mark(name: str) -> str:
-    """Return the name of an attribute that is set here for another package to read, or the other way round.
+    """Return the name of an attribute by which two packages signal each other: one sets it, the other reads it.
 
-    Its absence means something, so nothing raises where a release has another name for it.
+    A missing attribute has a meaning, so a release that renames it causes no error here.
 
     Args:
         name: "module:attribute", of the module that reads or sets it.
@@ -275,10 +275,22 @@ COPY_SCRIPTS = mark("deepspeed.runtime.engine:_copy_recovery_script")
 basic_optimizer = attribute("deepspeed.runtime.engine:DeepSpeedEngine.basic_optimizer", '"check_finite": true')
 SUMMED = mark("deepspeed.runtime.zero.stage3:averaged_gradients")  # of an optimizer of ZeRO, before its step
 PARTITION = mark("deepspeed.runtime.zero.partition_parameters:ds_tensor")  # this rank's part of a ZeRO-3 parameter
+_STEPS = "a step of ZeRO-3 in which parameters have no gradient"
+_zero3_gradients = attribute("deepspeed.runtime.zero.stage3:grad_partitions_flat_buffer", _STEPS)
+_zero3_weights = attribute("deepspeed.runtime.zero.stage3:fp32_partitioned_groups_flat", _STEPS)
+
+
+def forget_gradients(optimizer: Any) -> None:
+    """Clear what ZeRO-3 keeps behind a step: it adds the next gradient of a parameter to its last one, or takes that
+    again, where the next micro-batch does not use the parameter, as text alone uses no tower."""
+    _zero3_gradients(optimizer).zero_()
+    for x in _zero3_weights(optimizer):
+        if x.grad is not None:  # where the optimizer is offloaded
+            x.grad.zero_()
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter, of which ZeRO-3 leaves nothing in the tensor itself."""
+    """Return a parameter's full shape, since ZeRO-3 leaves an empty tensor."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -1,4 +1,4 @@
-"""This process: its device, its host, and its number there as a launcher has set it."""
+"""The device and the host of this process, and its local rank as a launcher sets it."""
 
 from __future__ import annotations
 

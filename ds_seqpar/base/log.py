@@ -1,4 +1,4 @@
-"""What a run says of settings that were chosen, switched off or ignored, through logging.getLogger("ds_seqpar")."""
+"""Log which settings were chosen, switched off or ignored, through logging.getLogger("ds_seqpar")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bring tensors to a device without a wait of the host, and keep there what belongs to a layout."""
+"""Copy tensors to a device without making the host wait, and cache there what depends on a layout."""
 
 from __future__ import annotations
 

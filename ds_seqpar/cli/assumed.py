@@ -4,12 +4,14 @@ the Trainer."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from typing import Any, NamedTuple
 
 from ..base.files import shown
 from ..core.settings import SequenceParallelConfig
 from ..deepspeed.config import OPTIMIZER_STATES, SECTION
+from ..planner.estimate import estimate, tower_seconds
 from .options import GIB, Inputs
 
 OPTIMIZER = "AdamW"  # whose states are counted where those of the JSON's optimizer are not known
@@ -56,7 +58,7 @@ class Answer(NamedTuple):
             "optimizer": self.optimizer if self.optimizer.lower() in OPTIMIZER_STATES else OPTIMIZER,
             "micro_batch": job.batch or 1,
             "sequences_a_step": sequences,
-            "tokens_a_step": job.objective.batch(sequences) * self.inputs.seq,
+            "tokens_a_step": sum(self.inputs.lengths) or job.objective.batch(sequences) * self.inputs.seq,
             "reference_model": job.objective.reference,
             "trained_parameters": self.inputs.model.trained or self.inputs.model.parameters,
             "ranks": self.inputs.world,
@@ -89,7 +91,32 @@ class Answer(NamedTuple):
                 f"{limit / GIB:.1f} of {machine.memory / GIB:.1f} GiB for tensors",
                 f"nodes of {machine.per_node}",
             ]
-        return [f"assumed: {'; '.join(assumptions)}", *self.inputs.model.not_counted]
+        return [f"assumed: {'; '.join(assumptions)}", *self.picture_lines(), *self.inputs.model.not_counted]
+
+    def picture_lines(self) -> list[str]:
+        """Return a line on the pictures of a sequence and on the tower that makes features of them."""
+        tower, pictures, seq = self.inputs.model.tower, self.inputs.job.pictures, self.inputs.seq
+        if tower is None:
+            return []
+        line = f"a tower has {tower.layers.parameters:,} of {self.inputs.model.parameters:,} parameters"
+        if pictures is None:
+            return [f"{line}; no pictures are counted: say --pictures"]
+        number, of_each, patches = pictures
+        line += (
+            f"; pictures: {number} of {of_each:,} tokens and {patches:,} patches are {number * of_each / seq:.1%} of "
+        )
+        batch = self.inputs.job.batch or 1
+        line += f"a sequence, and a rank computes {pictures.of_rank(self.config, batch)} of {batch * number}"
+        if self.inputs.machine is None:
+            return [line]
+        step = self.inputs.job.step(self.config, self.inputs.world, self.inputs.machine.gpus)
+        shares = []
+        for divides in (True, False):
+            config = dataclasses.replace(self.config, divide_media=divides)
+            each = dataclasses.replace(step, config=config)
+            seconds = tower_seconds(each, self.inputs.machine)
+            shares.append(f"{seconds / estimate(each, self.inputs.machine).seconds:.1%}")
+        return [f"{line}; the tower takes {shares[0]} of a step's time divided, {shares[1]} undivided"]
 
     def deepspeed_json(self) -> dict[str, Any]:
         """Return the whole DeepSpeed JSON, with the section of the configuration. An "auto" is left for the Trainer to
@@ -99,7 +126,12 @@ class Answer(NamedTuple):
             content["gradient_accumulation_steps"] = self.steps
             if "train_batch_size" in content:
                 content["train_batch_size"] = self.steps * self.micro_batch
-        return {**content, SECTION: self.config.section()}
+        return {**content, SECTION: self.section(self.config)}
+
+    def section(self, config: SequenceParallelConfig) -> dict[str, Any]:
+        """Return the section of a configuration, in which packs choose Ulysses where nothing gives it."""
+        section, by_pack = config.section(), self.inputs.lengths and self.inputs.config.ulysses == "auto"
+        return {name: value for name, value in section.items() if not (by_pack and name == "ulysses")}
 
     def flags(self) -> list[str]:
         """Return the flags that a Trainer needs in addition to the JSON; the two must agree."""
@@ -119,11 +151,12 @@ class Answer(NamedTuple):
     def json_lines(self) -> list[str]:
         """Return the JSON for the user, a line per key, and how to train with it."""
         items = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in self.deepspeed_json().items()]
+        given = "train with sp.packs" if self.inputs.lengths else f"give {self.inputs.seq:,} tokens a sequence"
         calls = "call model.gradient_checkpointing_enable(), " * self.inputs.job.checkpointing
         return [
             "ds_config.json:", "", "{", *",\n".join(items).split("\n"), "}", "",
             f"with it a Trainer takes {' '.join(self.flags())}",
-            f"a loop of your own: {calls}give {self.inputs.seq:,} tokens a sequence, on {self.inputs.world} ranks",
+            f"a loop of your own: {calls}{given}, on {self.inputs.world} ranks",
             *self.auto_lines(),
         ]  # fmt: skip
 

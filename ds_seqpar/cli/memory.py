@@ -31,15 +31,16 @@ from ..planner.footprint import (
 from ..planner.machine import presets
 from ..planner.plan import PlanResult
 from ..planner.request import TRAINERS, MemoryBudget, TrainingStep
+from . import packs
 from .assumed import Answer
-from .options import GIB, Inputs, add_options, add_ranks, count, tokens
+from .options import GIB, Inputs, add_lengths, add_options, add_pictures, add_ranks, count, tokens
 
 KIB = 2**10
 NODE = 8  # ranks of a node where nobody names it
 FAR = 4  # multiple of the peak beyond which a rank's memory is not drawn
 # colors of `FOOTPRINT_ITEMS`, in their order
 SHADES = ("#2f4b6e", "#14273f", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e",
-          "#f0cf8e", "#8e5a97", "#b8a0c8", "#5f9ea0")  # fmt: skip
+          "#f0cf8e", "#8e5a97", "#6b4a2b", "#b8a0c8", "#5f9ea0")  # fmt: skip
 LIMIT = "#b00020"  # color of the rank's memory
 
 
@@ -49,6 +50,8 @@ def add_parser(commands: Any) -> None:
     )
     machine = f"say also what a node needs and which length fits: {', '.join(presets())}"
     add_ranks(parser)
+    add_lengths(parser)
+    add_pictures(parser)
     add_options(parser, machine, "sizes are in bytes")
     parser.add_argument("--prompt", metavar="N", help="tokens of a prompt: say also what its cache takes")
     parser.add_argument("--trainer", choices=TRAINERS, help="trl's trainer of the step, for rows of --seq-len tokens")
@@ -63,9 +66,11 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     inputs = with_trainer(Inputs.of(args), args)
     budget = machine_budget(inputs)
-    config, planned = config_of(inputs)
+    config, planned, packed = *config_of(inputs), list[str]()
+    if inputs.lengths:
+        config, packed = packs.config_of(inputs)
     on_gpu = inputs.machine is None or inputs.machine.gpus
-    step, answer = inputs.job.step(config, inputs.world, on_gpu), Answer(inputs, config)
+    step, answer = inputs.job.step(config, inputs.world, on_gpu), Answer(inputs, config, len(inputs.lengths) or None)
     memory, slope = footprint(step), bytes_a_token(step)
     longest_fit = longest(step, budget) if budget else None
     next_step = None if budget is None or fits(memory, budget) else advice(inputs, config)
@@ -85,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(numbers))
     else:
         head, *rest = table(memory, slope, step)
-        chosen = [line_of(planned)] if planned else unplanned_lines(inputs, config)
+        chosen = [line_of(planned)] if planned else packed or unplanned_lines(inputs, config)
         fitting = fit_lines(memory, budget, longest_fit) if budget and longest_fit else []
         if cache is not None:
             fitting += ["", f"a prompt of {prompt:,} tokens keeps {cache / GIB:.3f} GiB of keys and values on a rank"]
@@ -107,6 +112,8 @@ def with_trainer(inputs: Inputs, args: argparse.Namespace) -> Inputs:
     if args.lora is not None:
         trained = count("--lora", args.lora) * model.lora
         model = dataclasses.replace(model, trained=trained, parameters=model.parameters + trained)
+    if args.trainer is not None and inputs.lengths:
+        raise ConfigError(f"--lengths is of a loss of next tokens; got --trainer {args.trainer}, leave one of them out")
     objective, batch = TRAINERS.get(args.trainer, job.objective), job.batch or 1
     if args.trainer is None and (args.reference or args.completions):
         raise ConfigError("--reference and --completions are of a step of trl's; got no --trainer, say it too")

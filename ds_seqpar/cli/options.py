@@ -8,12 +8,12 @@ import dataclasses
 from typing import Any
 
 from ..base.errors import SECTION, ConfigError, did_you_mean
-from ..base.files import parse_json, shown
+from ..base.files import parse_json, read_text, shown
 from ..core.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_names
 from ..deepspeed.config import DECISIVE, DeepSpeedJson, autos
 from ..planner import limits
 from ..planner.machine import Machine
-from ..planner.request import Job, Model, Request
+from ..planner.request import Job, Model, Pictures, Request
 
 # the DeepSpeed JSON without --config; predictions do not depend on the learning rate, which the printed JSON needs
 DEFAULTS: dict[str, Any] = {
@@ -44,6 +44,20 @@ def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> No
     parser.add_argument("--machine", metavar="NAME", help=f"{machine}, or a JSON file")
     parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")
     parser.add_argument("--json", action="store_true", help=f"print JSON; {units}")
+
+
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    help = "lengths of an optimizer step's samples: answer for a run with tokens_per_rank (docs/lengths.md)"
+    parser.add_argument("--lengths", metavar="FILE", help=help)
+
+
+def add_pictures(parser: argparse.ArgumentParser) -> None:
+    help = "pictures, tiles of them, frames or sounds of each sequence, whose tokens are among those of --seq-len"
+    parser.add_argument("--pictures", metavar="N", help=help)
+    parser.add_argument("--picture-tokens", metavar="N", help="of each; default: the config's, where all have as many")
+    parser.add_argument(
+        "--picture-patches", metavar="N", help="of each, that the tower computes; default: the config's"
+    )
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +93,7 @@ class Inputs:
     memory: int | None  # bytes of a rank; None: the machine's
     world: int  # ranks of the job
     per_node: int | None  # ranks of a node; None: not known
+    lengths: tuple[int, ...] = ()  # of the samples of an optimizer step, which become packs
 
     @classmethod
     def of(cls, args: argparse.Namespace, seq: int | None = None, machine: Machine | None = None) -> Inputs:
@@ -99,8 +114,13 @@ class Inputs:
         per_node = None if args.gpus_per_node is None else count("--gpus-per-node", args.gpus_per_node)
         if loaded is not None and per_node is not None:
             loaded = dataclasses.replace(loaded, per_node=per_node)
+        per_node = loaded.per_node if loaded else per_node
+        world, lengths = _world(args, per_node), tuple[int, ...]()
         seq = seq or (None if config.seq_len == "auto" else config.seq_len)
         seq = seq if args.seq_len is None else tokens("--seq-len", args.seq_len)
+        if getattr(args, "lengths", None) is not None:
+            lengths, seq = lengths_in("--lengths", args.lengths), _pack(args, config, world)
+            limits.check("the samples of a step", len(lengths), limits.MAX_DOCUMENTS)
         if seq is None:
             raise ConfigError(
                 "memory, plan and tune need --seq-len N; plan and tune take --documents FILE too, with the lengths of "
@@ -111,13 +131,20 @@ class Inputs:
         model, counted = numbers_of(args.model), copy.deepcopy(content)
         filled = fill_in(counted, model.hidden)
         job = Job.of(DeepSpeedJson.read(counted, args.config))
-        job = dataclasses.replace(job, model=model, seq=seq, checkpointing=not args.no_checkpointing)
+        pictures = _pictures(args, model, seq)
+        job = dataclasses.replace(job, model=model, seq=seq, checkpointing=not args.no_checkpointing, pictures=pictures)
         return cls(
             content=content, counted=counted, filled=filled, config=config, model=model, seq=seq, job=job,
             machine=loaded,
             memory=None if args.memory is None else gibibytes("--memory", args.memory),
-            per_node=(per_node := loaded.per_node if loaded else per_node), world=_world(args, per_node),
+            per_node=per_node, world=world, lengths=lengths,
         )  # fmt: skip
+
+    @property
+    def per_rank(self) -> int:
+        """Most tokens of a rank in a pack."""
+        assert self.config.tokens_per_rank != "auto"
+        return self.config.tokens_per_rank
 
     def request(self, job: Job | None = None) -> Request:
         """Return the planner's request of what the section leaves open, for the machine, which is known."""
@@ -127,6 +154,40 @@ class Inputs:
         free = self.config.size == "auto" and job.sequences is not None
         sizes = job.sizes(self.world) if free else ()
         return Request(job=job, machine=self.machine, world=self.world, given=given, sizes=sizes, memory=self.memory)
+
+
+def _pack(args: argparse.Namespace, config: SequenceParallelConfig, world: int) -> int:
+    """Return the most tokens of a pack, for --lengths."""
+    if args.seq_len is not None or getattr(args, "documents", None) is not None:
+        raise ConfigError("--lengths says how long samples are; got --seq-len or --documents too, leave them out")
+    if config.tokens_per_rank == "auto" or config.auto_fields:
+        raise ConfigError(
+            "--lengths is of a run with tokens_per_rank, whose memory settings are given; got "
+            f"{'no tokens_per_rank' if config.tokens_per_rank == 'auto' else 'memory auto'}, say --set "
+            f"tokens_per_rank=16384, and each memory setting"
+        )
+    return config.tokens_per_rank * (world if config.size == "auto" else config.size)
+
+
+def _pictures(args: argparse.Namespace, model: Model, seq: int) -> Pictures | None:
+    """Return the pictures of a sequence of `seq` tokens, None without --pictures."""
+    names = ("--pictures", "--picture-tokens", "--picture-patches")
+    values = [getattr(args, name.strip("-").replace("-", "_"), None) for name in names]
+    number, of_each, patches = (text and tokens(name, text) for name, text in zip(names, values, strict=True))
+    tower = model.tower
+    if number is None and of_each is None and patches is None:
+        return None
+    if number is None or tower is None or getattr(args, "lengths", None) is not None:
+        got = "a model without a tower" if tower is None else "--lengths" if number else "no --pictures"
+        raise ConfigError(f"--pictures is of models with a tower, for a sequence; got {got}, leave one of them out")
+    of_each = of_each or tower.tokens
+    patches = patches or (of_each and tower.patches_a_token and of_each * tower.patches_a_token) or tower.patches
+    if not of_each or not patches:
+        missing = names[1] if not of_each else names[2]
+        raise ConfigError(f"--pictures needs {missing}, because the model's config gives no fixed number; got none")
+    if number * of_each > seq:
+        raise ConfigError(f"--pictures must fit {seq} tokens; got {number} of {of_each} tokens, raise --seq-len")
+    return Pictures(number, of_each, patches)
 
 
 def _world(args: argparse.Namespace, per_node: int | None) -> int:
@@ -164,6 +225,22 @@ def tokens(name: str, text: str) -> int:
     number = count(name, text, units=True)
     limits.check(name, number, limits.MAX_TOKENS)
     return number
+
+
+def lengths_in(name: str, file: str) -> tuple[int, ...]:
+    """Return the lengths in the file of an option: whole numbers, separated by blanks or line ends.
+
+    Raises:
+        ConfigError: There is something else in it.
+    """
+    words = read_text(file, name).split()
+    invalid = (word for word in words or ["nothing"] if not (word.isdecimal() and len(word) <= DIGITS and int(word)))
+    if (word := next(invalid, None)) is not None:
+        raise ConfigError(
+            f"{name} must be a file of lengths, whole numbers from 1 of at most {DIGITS} digits; {file} has "
+            f"{word!r:.60}"
+        )
+    return tuple(map(int, words))
 
 
 def gibibytes(name: str, text: str) -> int:

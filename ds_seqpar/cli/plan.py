@@ -8,14 +8,24 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..base.errors import ConfigError
-from ..base.files import read_text
 from ..core.compiler.schedules.plan import columns
 from ..planner.machine import DEFAULT, Machine, presets
 from ..planner.plan import Planned, PlanResult, name_of, plan, rough, settings_in_words
 from ..planner.request import Request
+from . import packs
 from .assumed import Answer
-from .options import DIGITS, GIB, UNITS_HELP, Inputs, add_options, add_ranks, count, tokens
+from .options import (
+    GIB,
+    UNITS_HELP,
+    Inputs,
+    add_lengths,
+    add_options,
+    add_pictures,
+    add_ranks,
+    count,
+    lengths_in,
+    tokens,
+)
 
 SUMMARY = "order the configurations that fit a machine by a plain estimate of their time; nothing is run"
 HEAD = ["s a sequence", "tokens/s", "GiB a rank", "MiB in node", "MiB between", "messages", "configuration"]
@@ -26,6 +36,8 @@ MIB = 2**20
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help=SUMMARY, description=f"{SUMMARY}; what --set says is not searched")
     add_ranks(parser)
+    add_lengths(parser)
+    add_pictures(parser)
     add_request(parser, f"the section's machine or {DEFAULT} by default; one of {', '.join(presets())}")
 
 
@@ -38,6 +50,11 @@ def add_request(parser: argparse.ArgumentParser, machine: str) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.lengths is not None:
+        inputs = Inputs.of(args, machine=Machine.load(DEFAULT))
+        window = None if args.window is None else tokens("--window", args.window)
+        packs.run_plan(inputs, window, args.json)
+        return
     inputs, request = request_of(args, Machine.load(DEFAULT))
     result = plan(request)
     answer = Answer(inputs, result.best.config, None if args.sequences is None else request.job.sequences)
@@ -53,25 +70,13 @@ def run(args: argparse.Namespace) -> None:
 def request_of(args: argparse.Namespace, machine: Machine) -> tuple[Inputs, Request]:
     """Return (the inputs of the command, the planner's request). `machine` is taken where none is named. Raise
     ConfigError for options or settings that do not fit."""
-    documents = _documents(args.documents) if args.documents is not None else ()
+    documents = lengths_in("--documents", args.documents) if args.documents is not None else ()
     inputs = Inputs.of(args, sum(documents) or None, machine)
     window = None if args.window is None else tokens("--window", args.window)
     job = dataclasses.replace(inputs.job, documents=documents, window=window)
     if args.sequences is not None:
         job = dataclasses.replace(job, sequences=count("--sequences", args.sequences), steps=None)
     return inputs, inputs.request(job)
-
-
-def _documents(file: str) -> tuple[int, ...]:
-    """Return the lengths in a file: whole numbers, separated by blanks or line ends."""
-    words = read_text(file, "--documents").split()
-    invalid = (word for word in words or ["nothing"] if not (word.isdecimal() and len(word) <= DIGITS and int(word)))
-    if (word := next(invalid, None)) is not None:
-        raise ConfigError(
-            f"--documents must be a file of lengths, whole numbers from 1 of at most {DIGITS} digits; {file} has "
-            f"{word!r:.60}"
-        )
-    return tuple(map(int, words))
 
 
 def lines_of(result: PlanResult, answer: Answer) -> list[str]:

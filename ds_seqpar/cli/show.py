@@ -24,8 +24,10 @@ from ..core.compiler.tiles.launches import PLAIN_KERNEL
 from ..core.compiler.tiles.tiles import tiles
 from ..core.settings import COMM_DTYPES, RANK_ORDERS, ROTATES, SequenceParallelConfig, check_length, setting_names
 from ..planner import limits
+from ..planner.machine import DEFAULT
 from ..schedules.simulate import Costs, HeadSplit, communication, computation, programs_of, simulate
 from ..schedules.validate import validate
+from . import packs
 
 HEAD_DIM = 128
 
@@ -60,14 +62,23 @@ def add_parser(commands: Any) -> None:
         "--seq", type=int, help="tokens of the sequence, for bytes and the critical path; default: a short one"
     )
     show.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
-    show.add_argument("--png", metavar="FILE", help="also draw the time line of the (first) direction")
+    show.add_argument("--png", metavar="FILE", help="also draw the time line of the (first) direction, or the packs")
+    show.add_argument(
+        "--lengths", metavar="FILE", help="of an optimizer step's samples: show instead its packs on ranks"
+    )
+    show.add_argument("--model", metavar="PLACE", help="for --lengths: folder of a model, or its config.json")
+    show.add_argument(
+        "--tokens-per-rank", type=int, metavar="N", help="for --lengths: most that a rank holds of a pack"
+    )
+    show.add_argument("--ranks", type=int, metavar="P", help="for --lengths: of all groups; default: one group")
+    show.add_argument("--machine", metavar="NAME", help=f"for --lengths, as of plan; default: {DEFAULT}")
     show.add_argument("--trace", metavar="FILE", help="also write it for ui.perfetto.dev, where a byte takes a second")
 
 
 def _settings_options() -> dict[str, dict[str, Any]]:
     """Return setting -> the keyword arguments of its option."""
     options: dict[str, dict[str, Any]] = {
-        "ulysses": {"type": int, "default": 1, "help": "ranks that exchange heads; the schedule runs on the others"},
+        "ulysses": {"type": int, "help": "ranks that exchange heads; the schedule runs on the others; default: 1"},
         "head_chunks": {"type": int, "help": "chunks of the heads, attended to one after the other"},
         "schedule": {"help": f"one of {', '.join(sorted(SCHEDULES))}, or file:PATH"},
         "layout": {"help": f"one of {', '.join(LAYOUTS)}"},
@@ -90,8 +101,13 @@ def run(args: argparse.Namespace) -> None:
     given = {name: value for name in setting_names() if (value := getattr(args, name, None)) is not None}
     if len(given.get("rank_order", ())) == 1:
         given["rank_order"] = given["rank_order"][0]
+    if args.lengths is None:
+        given.setdefault("ulysses", 1)
     config = SequenceParallelConfig(**given)
     _check_limits(args)
+    if args.lengths is not None:
+        packs.show(args, config)
+        return
     config = config.resolve(args.size, heads=tuple(args.heads))
     recipe = config.recipe(config.topology(args.size))
     ulysses_size, head_chunks = config.ulysses, config.head_chunks
@@ -149,7 +165,7 @@ def _check_limits(args: argparse.Namespace) -> None:
     limits.check("--heads", max(args.heads), limits.MAX_HEADS)
     limits.check("--seq", args.seq or 0, limits.MAX_TOKENS)
     limits.check("--size", args.size, limits.MAX_RANKS)
-    cp_size = -(-args.size // max(1, args.ulysses))
+    cp_size = -(-args.size // max(1, args.ulysses or 1))
     limits.check_followed(cp_size, args.overlap, limits.MAX_SHOWN_RANKS, limits.MAX_SHOWN_OVERLAP_RANKS)
     if args.png:
         limits.check("--png takes size / ulysses, which", cp_size, limits.MAX_DRAWN_RANKS, "leave --png out")

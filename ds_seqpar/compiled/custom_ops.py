@@ -1,4 +1,4 @@
-"""Attention as torch.library ops, for compilers and dispatch modes, which must see it as one op, and so its backward.
+"""Attention and its backward as torch.library ops, because compilers and dispatch modes must see each as one op.
 
 torch.compile takes these ops as they are. A selective checkpoint can save the result of `ds_seqpar::attention` and
 recompute the rest (DistFlashAttn, section 3.3). Ops take only tensors and numbers, so other objects are passed to them

@@ -293,7 +293,7 @@ def _layout_of(
     """
     mask = checked_mask(batch.get("attention_mask"), (rows, seq))
     on_left = mask is not None and not bool(mask[:, 0].all())
-    documents = _documents_of(batch, mask, rows, seq)
+    documents = documents_in(batch, mask, rows, seq)
     segments = documents or ((seq,) * rows if end_to_end else None)
     if mask is not None and (on_left or not causal):  # a causal mask alone would let tokens see padding
         segments = _padding_as_documents(documents or (seq,) * rows, mask)
@@ -327,7 +327,7 @@ def lengths_of(batch: Mapping[str, Any]) -> Lengths:
         )
     rows, seq = tokens.shape[:2]
     mask = checked_mask(batch.get("attention_mask"), tokens.shape[:2])
-    documents = _documents_of(batch, mask, rows, seq) or (seq,) * rows
+    documents = documents_in(batch, mask, rows, seq) or (seq,) * rows
     return documents if mask is None else tuple(int(document.sum()) for document in mask.flatten().split(documents))
 
 
@@ -357,7 +357,7 @@ def labels_without(batch: Mapping[str, Any], left_out: Tensor) -> Tensor:
     return labels.masked_fill(by_token.to(labels.device), IGNORE)
 
 
-def _documents_of(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
+def documents_in(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
     """Return the lengths of the documents that the batch names, padding included; None where it names none."""
     continued = dict(batch)
     if mask is not None and isinstance(positions := continued.get("position_ids"), Tensor):
@@ -444,5 +444,5 @@ def fingerprint(batch: Mapping[str, Any] | list[Any]) -> dict[str, str]:
     They must be equal on all ranks of a sequence.
     """
     if isinstance(batch, list):  # an object's repr may have its address
-        return {"rows": f"{len(batch)} {Fingerprint.of(re.sub(' at 0x[0-9a-f]+', '', repr(batch)))}"}
+        return {"rows": f"{len(batch)} {Fingerprint.of(re.sub(' at 0x[0-9a-fA-F]+', '', repr(batch)))}"}
     return {name: fingerprint_of(x) for name, x in sorted(batch.items()) if isinstance(x, Tensor)}

@@ -16,11 +16,10 @@ Pack = list[int]  # the samples of a micro-batch, by their numbers in the step, 
 EVEN = 1.05  # the most expensive group's cost over the mean, for which no more micro-batches are tried
 WHOLE = 1.02  # the same of ranks, for which no more samples are shared
 TRIED = 3  # numbers of micro-batches, from the least one on
+LEADING = (0.9, 0.8, 0.0)  # shares of the samples that are spread before the others fill up micro-batches
 
 
-def deal(
-    tokens: Sequence[int], costs: Sequence[float], groups: int, cap: int, taken: Sequence[float] = ()
-) -> list[list[Pack]]:
+def deal(tokens: Sequence[int], costs: Sequence[float], groups: int, cap: int) -> list[list[Pack]]:
     """Return the packs of each group. The result is the same wherever the arguments are.
 
     Args:
@@ -28,7 +27,6 @@ def deal(
         costs: of each sample, above 0.
         groups: how many there are.
         cap: most tokens of a pack.
-        taken: of each group, what it costs that it has other packs; () for none.
 
     Returns:
         For each group as many packs, some of which may be empty; the most expensive ones come first.
@@ -41,17 +39,16 @@ def deal(
             f"a sample must fit one micro-batch, tokens_per_rank * size = {cap} tokens; got {max(tokens)} in sample "
             f"{tokens.index(max(tokens))} of a step, cut it to {cap}, or raise tokens_per_rank or size"
         )
-    taken = taken or [0.0] * groups
-    even, largest = EVEN * (sum(costs) + sum(taken)) / groups, max([*costs, *taken])
+    even = max([EVEN * sum(costs) / groups, *costs])
     least = max(1, -(-sum(tokens) // (cap * groups)))
     best: tuple[float, list[list[Pack]]] | None = None
     for count in range(least, len(tokens) + least + 1):
-        dealt = _dealt(tokens, costs, taken, count, cap)
+        dealt = _dealt(tokens, costs, groups, count, cap)
         if dealt is not None:
-            most = max(of_groups(dealt, costs, taken))
+            most = max(of_groups(dealt, costs))
             if best is None or most < best[0]:
                 best = most, dealt
-            if most <= max(even, largest):
+            if most <= even:
                 break
         if best is not None and count >= least + TRIED:
             break
@@ -66,11 +63,13 @@ class Dealt(NamedTuple):
     whole: list[list[list[Pack]]]  # of each group, for each micro-batch the samples of each rank
 
 
-def deal_by_length(tokens: Sequence[int], costs: Sequence[float], groups: int, size: int, cap: int) -> Dealt:
+def deal_by_length(
+    tokens: Sequence[int], costs: Sequence[float], groups: int, size: int, cap: int, sharing: float = 1.0
+) -> Dealt:
     """Return packs in which samples are whole on a rank, but for the longest ones.
 
-    Ranks share what has more tokens than a rank may have. Where the others give ranks unequal costs, they share the
-    longest of these too.
+    Ranks share what has more tokens than a rank may have. Where ranks would wait for one another with the others, they
+    share the longest of these too, if that takes less.
 
     Args:
         tokens: of each sample, from 1 to `cap * size`.
@@ -78,45 +77,42 @@ def deal_by_length(tokens: Sequence[int], costs: Sequence[float], groups: int, s
         groups: how many there are.
         size: ranks of a group.
         cap: most tokens of a rank in a pack.
+        sharing: what a sample that fits a rank costs if ranks share it, over what it costs on one of them.
 
     Raises:
         InputError: a sample has more tokens than a pack.
     """
     order = sorted(range(len(tokens)), key=lambda sample: (-tokens[sample], sample))
-    least = sum(count > cap for count in tokens)
-    tried = min(least + TRIED * size, len(order))
-    for number in [*range(least, tried), len(order)]:
+    least, even = sum(count > cap for count in tokens), WHOLE * sum(costs) / (groups * size)
+    best: tuple[float, Dealt] | None = None
+    for number in [*range(least, min(least + TRIED * size, len(order))), len(order)]:
         longest, samples = sorted(order[:number]), sorted(order[number:])
-        of = [costs[x] for x in longest], [costs[x] for x in samples]
-        shared = (
-            deal([tokens[x] for x in longest], of[0], groups, cap * size) if longest else [[] for _ in range(groups)]
-        )
-        taken = [cost / size for cost in of_groups(shared, of[0], [0.0] * groups) for _ in range(size)]
-        none: list[list[Pack]] = [[]] * (groups * size)
-        whole = deal([tokens[x] for x in samples], of[1], groups * size, cap, taken) if samples else none
-        if max(of_groups(whole, of[1], taken)) <= WHOLE * sum(costs) / (groups * size):
+        of_longest = [costs[x] * (sharing if tokens[x] <= cap else 1) for x in longest]
+        shared = deal([tokens[x] for x in longest], of_longest, groups, cap * size) if longest else [[]] * groups
+        taken = [cost / size for cost in of_groups(shared, of_longest)]
+        whole = _whole(samples, tokens, costs, taken, size, cap)
+        most = max(own + _seconds(packs, costs) for own, packs in zip(taken, whole, strict=True))
+        if best is None or most < best[0]:
+            best = most, Dealt([[[longest[x] for x in pack] for pack in packs] for packs in shared], whole)
+        if most <= even:
             break
-    return Dealt(
-        [[[longest[x] for x in pack] for pack in packs] for packs in shared],
-        [
-            [[[samples[x] for x in pack] for pack in row] for row in zip(*whole[at : at + size], strict=True)]
-            for at in range(0, groups * size, size)
-        ],
-    )
+    assert best is not None
+    return best[1]
 
 
-def of_groups(dealt: Sequence[list[Pack]], costs: Sequence[float], taken: Sequence[float]) -> list[float]:
-    """Return what the packs of each group cost, with what it had before."""
-    return [
-        own + sum(costs[sample] for pack in packs for sample in pack) for own, packs in zip(taken, dealt, strict=True)
-    ]
+def of_groups(dealt: Sequence[list[Pack]], costs: Sequence[float]) -> list[float]:
+    """Return what the packs of each group cost."""
+    return [sum(costs[sample] for pack in packs for sample in pack) for packs in dealt]
 
 
-def _dealt(
-    tokens: Sequence[int], costs: Sequence[float], taken: Sequence[float], count: int, cap: int
-) -> list[list[Pack]] | None:
+def _seconds(packs: Sequence[Sequence[Pack]], costs: Sequence[float]) -> float:
+    """Return what micro-batches cost, in each of which ranks wait for the slowest."""
+    return sum(max(sum(costs[sample] for sample in pack) for pack in by_rank) for by_rank in packs)
+
+
+def _dealt(tokens: Sequence[int], costs: Sequence[float], groups: int, count: int, cap: int) -> list[list[Pack]] | None:
     """Return `count` packs for each group; None where this order of samples leaves one that fits nowhere."""
-    by_group = _spread(range(len(tokens)), tokens, costs, taken, count * cap)
+    by_group = _spread(range(len(tokens)), tokens, costs, [0.0] * groups, count * cap)
     dealt = []
     for samples in by_group or ():
         packs = next(filter(None, (_spread(samples, tokens, by, [0.0] * count, cap) for by in (costs, tokens))), None)
@@ -124,6 +120,81 @@ def _dealt(
             return None
         dealt.append(sorted(map(sorted, packs), key=lambda pack: (-sum(costs[sample] for sample in pack), pack)))
     return dealt or None
+
+
+def _whole(
+    samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], taken: Sequence[float], size: int, cap: int
+) -> list[list[list[Pack]]]:
+    """Return for each group, in as few micro-batches as they fit, the samples of each rank.
+
+    Args:
+        samples: Their numbers.
+        tokens: Of all samples.
+        costs: Of all samples.
+        taken: Of each group, what a rank has to do before.
+        size: Ranks of a group.
+        cap: Most tokens of a rank in a micro-batch.
+    """
+    groups, before = len(taken), [own * size for own in taken]
+    least = -(-sum(tokens[sample] for sample in samples) // (cap * size * groups))
+    for count in range(least, len(samples) + 1):
+        by_group = _spread(samples, tokens, costs, before, count * size * cap) or ()
+        found = [_side_by_side(of_group, tokens, costs, count, size, cap) for of_group in by_group]
+        if found and None not in found:
+            return [packs for packs in found if packs is not None]
+    raise AssertionError("with a micro-batch for each sample, all fit")
+
+
+def _side_by_side(
+    samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], count: int, size: int, cap: int
+) -> list[list[Pack]] | None:
+    """Return for each of `count` micro-batches the samples of each rank, such that ranks wait little for one another.
+
+    Most samples are spread over all ranks of all micro-batches, of which those with like costs then go together. Each
+    of the rest, from the most expensive on, goes where it adds least to what the step takes.
+    """
+    order, found = sorted(samples, key=lambda sample: (-costs[sample], sample)), list[list[list[Pack]]]()
+    for leading in (round(share * len(order)) for share in LEADING):
+        bins = _spread(order[:leading], tokens, costs, [0.0] * (count * size), cap)
+        if bins is not None:
+            bins.sort(key=lambda pack: -sum(costs[sample] for sample in pack))
+            packs = [bins[at : at + size] for at in range(0, len(bins), size)]
+            if _fill(packs, order[leading:], tokens, costs, cap):
+                found.append(packs)
+    if not found:
+        return None
+    best, dealt, total = min(found, key=lambda packs: _seconds(packs, costs)), list[list[Pack]](), [0.0] * size
+    for by_rank in sorted(best, key=lambda by_rank: -_seconds([by_rank], costs)):
+        by_cost = iter(sorted(by_rank, key=lambda pack: -sum(costs[sample] for sample in pack)))
+        mine = {rank: next(by_cost) for rank in sorted(range(size), key=total.__getitem__)}
+        dealt.append([mine[rank] for rank in range(size)])
+        total = [own + sum(costs[sample] for sample in pack) for own, pack in zip(total, dealt[-1], strict=True)]
+    return dealt
+
+
+def _fill(
+    packs: list[list[Pack]], samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], cap: int
+) -> bool:
+    """Add samples to micro-batches of which each has a pack for each rank. Return whether all have found room."""
+    load = [[sum(costs[sample] for sample in pack) for pack in by_rank] for by_rank in packs]
+    room = [[cap - sum(tokens[sample] for sample in pack) for pack in by_rank] for by_rank in packs]
+    most = [max(of_ranks) for of_ranks in load]
+    for sample in samples:
+        fitting = []
+        for number, (loads, rooms) in enumerate(zip(load, room, strict=True)):
+            ranks = [rank for rank, left in enumerate(rooms) if left >= tokens[sample]]
+            if ranks:
+                rank = min(ranks, key=loads.__getitem__)
+                over = loads[rank] + costs[sample] - most[number]
+                fitting.append((max(0.0, over), over, number, rank))
+        if not fitting:
+            return False
+        *_, number, rank = min(fitting)
+        packs[number][rank].append(sample)
+        load[number][rank] += costs[sample]
+        room[number][rank] -= tokens[sample]
+        most[number] = max(most[number], load[number][rank])
+    return True
 
 
 def _spread(
@@ -145,3 +216,8 @@ def _spread(
         load[to] += costs[sample]
         room[to] -= tokens[sample]
     return spread
+
+
+def most(works: Sequence[float]) -> float:
+    """Return the most over the mean."""
+    return max(works) * len(works) / (sum(works) or 1.0)

@@ -27,7 +27,7 @@ def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | Non
 
     Args:
         batch: names documents by any of
-            - `position_ids` that begin again at 0, (rows, seq), (1, seq) or (seq,);
+            - `position_ids` that begin again at 0, (rows, seq), (1, seq) or (seq,), or the first of four axes of them;
             - cumulative lengths, `cu_seq_lens_q`, `cu_seq_lens_k` or `cu_seqlens`: int, (documents + 1,);
             - a number for each token, `seq_idx` or `document_ids`: int, (rows, seq).
         rows: sequences of the batch.
@@ -66,6 +66,7 @@ def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | Non
 
 def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
     values = _integers(name, positions)
+    values = values[0] if values.dim() == 3 and len(values) == 4 else values
     if values.shape not in ((seq,), (1, seq), (rows, seq)):
         raise InputError(
             f"position_ids must be of shape ({rows}, {seq}); got {tuple(values.shape)}, give such, or none where each "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ class PackingCollator:
 
     Raises:
         InputError: When called, if there are no documents, a document is empty, its labels do not match its tokens, or
-            it has padding.
+            it has padding, or what is no row of numbers, such as pictures.
 
     Examples:
         ```python
@@ -96,6 +97,12 @@ class PackingCollator:
                     f"a document needs one token or more and a label for each; got {len(tokens)} tokens and "
                     f"{len(targets)} labels"
                 )
+            shapes = {name: _shape(x) for name, x in document.items()}
+            if media := [name for name, shape in shapes.items() if len(shape) > 1 and math.prod(shape) != len(tokens)]:
+                raise InputError(
+                    f"this collator packs what has a number for each token; got {media[0]}, pack samples with pictures "
+                    "by tokens_per_rank (docs/lengths.md)"
+                )
             if not all(map(bool, document.get("attention_mask", ()))):
                 raise InputError(
                     "documents are packed without padding; got an attention_mask with zeros, give them as they were "
@@ -113,6 +120,13 @@ def _ids_of(document: Example) -> Any:
         got = ", ".join(map(str, document)) if isinstance(document, Mapping) else type(document).__name__
         raise InputError(f"documents to pack need input_ids; got {got or 'no column'} alone, tokenize them first")
     return document["input_ids"]
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    """Return the dims of numbers in a tensor, an array or lists; () for others."""
+    if isinstance(x, list):
+        return () if not x or isinstance(x[0], str | Mapping) else (len(x), *_shape(x[0]))
+    return tuple(getattr(x, "shape", ()))
 
 
 def _tokens(x: Any) -> Tensor:

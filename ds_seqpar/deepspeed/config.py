@@ -74,7 +74,7 @@ Count = Annotated[int, Field(ge=1)]
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN)
 class Offload:
-    """The settings of "offload_optimizer" or "offload_param", with DeepSpeed's defaults."""
+    """Settings of "offload_optimizer" or "offload_param", with DeepSpeed's defaults."""
 
     device: str = "none"
     """Where states go: "none", "cpu" (host memory) or "nvme"."""
@@ -143,7 +143,8 @@ class Half:
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN)
 class Known:
-    """What is read here of a DeepSpeed JSON, beside our section. None: not given, or left to a Trainer ("auto")."""
+    """The keys of a DeepSpeed JSON that ds_seqpar reads, beside its own section. None: not given, or left to a Trainer
+    ("auto")."""
 
     zero_optimization: Zero = Zero()
     bf16: Half = Half()
@@ -239,8 +240,8 @@ class DeepSpeedJson:
 
     @functools.cached_property
     def resolved(self) -> dict[str, Any]:
-        """What DeepSpeed makes of it, defaults included, but for what may differ between ranks; "auto" counts as left
-        out. Raises ConfigError for what DeepSpeed's own class refuses."""
+        """The configuration as DeepSpeed reads it, with its defaults, without what may differ between ranks; "auto"
+        counts as left out. Raises ConfigError for what DeepSpeed's own class refuses."""
         given = dict(vars(call_library("DeepSpeed", self.place, self.content, _parsed)))
         given |= {field: getattr(self.known, field) for field in BATCH_SIZES}
         kept = {KEYS.get(name, name): x for name, x in given.items() if name not in OF_A_RANK}
@@ -319,7 +320,7 @@ def _check_place_of_section(content: Mapping[str, Any]) -> None:
 
 
 def _is_off(key: str, value: Any) -> bool:
-    """Whether a key of REFUSED has a value that changes nothing."""
+    """Return whether the value of a key in REFUSED switches nothing on."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or (key == "tensor_parallel" and value.get("autotp_size", 2) in (0, 1))
     return value == NEUTRAL.get(key)

@@ -1,4 +1,4 @@
-"""Let DeepSpeed's figures count sequences, where DeepSpeed counts a sequence once on each rank that shares it."""
+"""Correct DeepSpeed's figures, which count a sequence once on each rank that shares it."""
 
 from __future__ import annotations
 

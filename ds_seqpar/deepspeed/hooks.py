@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-UNUSED, COUNTS, CHECKPOINTS, WRITING, FINITE = "unused sharding", "counts", "checkpoints", "writing", "finite numbers"
+UNUSED, COUNTS, CHECKPOINTS, WRITING = "unused sharding", "counts", "checkpoints", "writing"
+FINITE, KEPT = "finite numbers", "kept gradients"
 # the outermost first: a forgotten patch is named before numbers are looked at, which is done next to DeepSpeed's method
-ORDER = (UNUSED, COUNTS, CHECKPOINTS, WRITING, FINITE)
+ORDER = (UNUSED, COUNTS, CHECKPOINTS, WRITING, FINITE, KEPT)
 
 
 class Hooks:

@@ -1,5 +1,5 @@
-"""Examine a job before it trains: what the ranks, their links and kernels do is measured, and compared with what it
-must be. The outcome is a table, JSON, or the error that ends the job."""
+"""Examine a job before it trains: measure ranks, links and kernels, and compare each with what it must do. The outcome
+is a table, JSON, or the error that ends the job."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compare attention with its definition: of each kernel that would be taken, and of a call by the configured schedule.
 
-In fp64 the definition says what must be computed, in another dtype how far off a plain computation is. Where a call is
-wrong, what it would be with a part of the mask dropped, of another head, or without some product of blocks says why.
+In fp64 the definition says what must be computed, in another dtype how far off a plain computation is. If a call is
+wrong, it is compared with likely mistakes: a part of the mask dropped, another head, a missing product of blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEAST = 64  # tokens of a call
 
 
 def kernels(job: Job) -> list[Finding]:
-    """Compare each kernel that would be taken, forward and backward, with a computation in fp64."""
+    """Compare each kernel that this job may use, forward and backward, with a computation in fp64."""
     tokens, config = 4 * job.sp.multiple // job.sp.size, job.sp.config
     local = torch.empty(1, tokens, job.heads[0], job.head_dim, dtype=job.dtype, device=job.sp.device)
     keys = 1, tokens, job.heads[1], job.head_dim
@@ -79,7 +79,7 @@ def _product(kernel: Kernel, tensors: list[Tensor], cut: tuple[Tile, ...], scale
 
 
 def sums(job: Job) -> list[Finding]:
-    """Look whether results of many blocks are added in fp32: to 1 those are added that a short dtype would lose."""
+    """Check that results of many blocks are added in fp32, by adding to 1 numbers that a short dtype would lose."""
     step, wrong = torch.finfo(job.dtype if job.dtype.itemsize == 2 else torch.bfloat16).eps, ""
     block = torch.zeros(1, 8, 1, 8, dtype=sum_dtype(job.dtype), device=job.sp.device)
     weighted = Softmax, "out", 1 + step, 1 + step * (1 - 1 / BLOCKS)

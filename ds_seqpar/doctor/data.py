@@ -1,4 +1,4 @@
-"""Check what ranks are given: tokens, positions and labels of sharded batches, and the sequences of loaders."""
+"""Check the data of each rank: tokens, positions and labels of sharded batches, and the sequences of loaders."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _wrong(job: Job, whole: Mapping[str, Tensor], shard: Mapping[str, Any]) -> s
 
 
 def loaders(job: Job) -> Generator[Any, list[Any], list[Finding]]:
-    """Compare which sequences each rank is given: the same in a group, and others in other groups."""
+    """Check that ranks of one group are given the same sequences, and different groups different ones."""
     sp, numbers, findings = job.sp, [*range(2 * BATCHES * job.sp.data_size)], []
     dealt = sp.loader(DataLoader(numbers, batch_size=1))  # type: ignore[arg-type]
     given = {"sp.sampler": [*sp.sampler(numbers)], "sp.loader": [int(x) for batch in dealt for x in batch]}

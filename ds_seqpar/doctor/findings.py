@@ -140,7 +140,7 @@ def _results(job: Job, name: str, check: Check) -> tuple[list[Sequence[Finding]]
 
 
 def _joined(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return the worst finding of each check, which says of which ranks it is where not all have it."""
+    """Return the worst finding of each check, with its ranks if not all have it."""
     joined = []
     for check in dict.fromkeys(finding.check for findings in by_rank for finding in findings):
         of_check = {rank: x for rank, findings in enumerate(by_rank) for x in findings if x.check == check}

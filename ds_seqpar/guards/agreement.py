@@ -1,4 +1,4 @@
-"""Ranks check that they agree before they communicate, so that an error of one rank is raised on all and none hangs."""
+"""Ranks agree before they communicate, so that an error on one rank is raised on all and none hangs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def assert_ranks_agree(
 
 @dataclasses.dataclass
 class Agreed:
-    """What a rank brings to an agreement, and what it gets of it."""
+    """What a rank contributes to an agreement, and what it receives from it."""
 
     value: object = None  # as for `assert_ranks_agree`
     number: int | None = None  # as for `assert_ranks_agree`; then the greatest of any rank
@@ -89,7 +89,7 @@ def together(
     group: dist.ProcessGroup | None, action: str, name: str = "", *, error: SeqParError | None = None,
     passing: tuple[type[Exception], ...] = (), **options: Any,
 ) -> Iterator[Agreed]:  # fmt: skip
-    """Context manager at whose end ranks agree: all of them raise where an exception of one has ended it.
+    """Context manager at whose end ranks agree: if an exception ended it on one rank, all ranks raise.
 
     Args:
         group: as for `assert_ranks_agree`.
@@ -118,7 +118,7 @@ def together(
 
 
 class Checker(Protocol):
-    """Values of one set of groups that were not compared yet; see `consistency`."""
+    """Values of one set of groups that ranks have yet to compare; see `consistency`."""
 
     def flush_before(self, group: dist.ProcessGroup | None) -> None: ...
 
@@ -271,7 +271,7 @@ def _difference(
     group: dist.ProcessGroup | None, entries: Sequence[Entry], error: SeqParError | None, part: int,
     before: int | None, values_may_differ: bool,
 ) -> SeqParError | None:  # fmt: skip
-    """Return what `raise_difference` raises; None where ranks may differ so."""
+    """Return the error that `raise_difference` raises, or None if ranks may differ in this way."""
     values = [(entry.compared.name, entry.compared.fields, entry.remedy) for entry in entries]
     reports = all_gather_objects(group, (entries[-1].compared.name, values, error and str(error), part))
     global_ranks = ranks_of(group)
@@ -315,7 +315,7 @@ def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]
 
 
 def _why_other_calls(by_rank: Mapping[int, tuple[str, Fields, str]]) -> str:
-    """Return why some ranks make other calls, and what to do, "" where nothing tells. by_rank: rank -> (name, fields,
+    """Return why some ranks make other calls, and what to do, or "" if that is unknown. by_rank: rank -> (name, fields,
     remedy)."""
     remedies = dict.fromkeys(remedy for name, _, remedy in by_rank.values() if remedy and name != BACKWARD)
     if asides := [remedy for remedy in remedies if ALL in remedy]:

@@ -1,4 +1,4 @@
-"""Ranks agree on the order in which they run backward, before anything of it is sent.
+"""Ranks agree on the order in which they run backward, before they send anything for it.
 
 Each call that communicates has a number, the same on all ranks. Autograd numbers nodes too, in the order in which they
 are made. So a node is known by the first call that was made after it: its own, or the first one in the forward of a
@@ -43,7 +43,7 @@ class _Call(NamedTuple):
 
     @property
     def place(self) -> str:
-        """What it is to a reader of a report."""
+        """The description of this call in reports."""
         return f"call {self.number}" if self.layer is None else f"layer {self.layer}"
 
 
@@ -148,8 +148,8 @@ class Calls(Guard):
         return self._calls[at] if at < len(self._calls) else None
 
     def _named(self, call: _Call) -> str:
-        """Return the name by which ranks compare a call. It is counted back from the last one: of those that failed a
-        rank may have made more than another, and steps alike have names alike."""
+        """Return the name by which ranks compare a call. It counts back from the last call, because after a failure
+        ranks may have made different numbers of calls; equal steps then have equal names."""
         of = f" of SequenceParallel {self.of[0]}" if self.of[0] > 1 else ""  # most programs have one
         last = "the last call" if call.number == self.count else f"the last call but {self.count - call.number}"
         return f"{call.what}{of}, {last}"

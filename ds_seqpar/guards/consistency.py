@@ -125,10 +125,10 @@ class ConsistencyChecker:
             self._compare(END)
 
     def check_values(self, x: Tensor, judge: Judge) -> None:
-        """Copy a tensor to the CPU, and judge its values once they are there.
+        """Copy a tensor to the CPU, and check its values when the copy has arrived.
 
-        It happens when what was compared last is compared again, as in the next forward, and else in the last `flush`
-        or at exit. All ranks must call this alike.
+        They are checked at the next comparison of the same kind, as in the next forward, or else in the last `flush` or
+        at exit. All ranks must call this alike.
 
         Args:
             x: The tensor.
@@ -144,7 +144,7 @@ class ConsistencyChecker:
         """Compare what was deferred, and wait for the other ranks. Call it on all of them at the end of a step.
 
         Args:
-            last: Whether no forward follows. Then it waits for the device too, and judges what that has still to say.
+            last: Whether no forward follows. If so, it also waits for the device, and checks the remaining values.
         """
         judges = last and bool(self._looks)
         error = self._judge() if judges else None
@@ -195,7 +195,7 @@ class ConsistencyChecker:
 
 
 def _found(looks: Iterable[_Look]) -> Iterable[tuple[_Look, SeqParError | Mapping[str, object]]]:
-    """Yield what there is to say of each tensor, once it has arrived."""
+    """Yield the error of each tensor, once it has arrived."""
     for look in looks:
         if look.arrived is not None:
             look.arrived.synchronize()
@@ -208,7 +208,7 @@ def _found(looks: Iterable[_Look]) -> Iterable[tuple[_Look, SeqParError | Mappin
 
 
 def _say(looks: list[_Look]) -> None:
-    """Print this rank's errors that nobody looked at, at exit. A device that does not get there is not waited for."""
+    """At exit, print errors of this rank that were never raised. Do not wait for a device that is stuck."""
     deadline = time.monotonic() + IDLE_TIMEOUT
     while any(look.arrived is not None and not look.arrived.query() for look in looks):
         if time.monotonic() > deadline:

@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 
 class Finite(Guard):
-    """What a rank has found since ranks compared last.
+    """What this rank has found since the last comparison.
 
     Args:
         groups: This rank's.
@@ -251,7 +251,7 @@ def not_finite(x: object, negative: bool = False) -> str:
 
 
 class LooksAtWalks(Observer):
-    """Looks at what arrives in a walk, once it has, and at what each instruction makes."""
+    """Checks what arrives in a walk, and what each instruction computes."""
 
     def __init__(self, finite: Finite) -> None:
         self.finite = finite

@@ -28,8 +28,8 @@ ADDRESS_OF_INTERFACE = 0x8915  # Linux's SIOCGIFADDR
 def gloo_meets_hosts() -> Iterator[None]:
     """Context manager in which gloo's groups are made, on an interface by which other hosts reach this one.
 
-    Gloo reads it of the environment, for each group anew. The variable is as it was afterwards, so groups of others,
-    and processes that this one starts, find what they would find without it. Collective over all ranks.
+    Gloo reads it from the environment for each new group. The variable is restored afterwards, so other groups and
+    child processes are not affected. Collective over all ranks.
 
     Raises:
         CommunicationError: Ranks do not meet.

@@ -62,7 +62,7 @@ class Ended(NamedTuple):
     sentence: str
 
     def tells_of(self, other: Ended) -> bool:
-        """Return whether both say the same, or one of them quotes the other."""
+        """Return whether both errors are the same, or one quotes the other."""
         (_, _, own), (_, _, others) = self.sentence.partition(": "), other.sentence.partition(": ")
         return own in others or others in own
 
@@ -135,7 +135,7 @@ def ask_store(ask: Callable[[Any], Returned]) -> Returned | None:
 
 
 def _who_is_gone() -> str:
-    """Return a clause that names the ranks whose processes have ended, as far as this host sees it."""
+    """Return a clause that names the ranks whose processes have ended, as far as this host can see."""
 
     def ask(store: Any) -> list[int]:
         until = time.monotonic() + EXIT_TIMEOUT
@@ -149,7 +149,7 @@ def _who_is_gone() -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error says that another rank has closed its connection: ours, or the backend's in other calls."""
+    """Return whether an error, ours or the backend's, means that another rank has closed its connection."""
     return isinstance(error, RuntimeError) and bool(LOST.search(str(error)))
 
 
@@ -246,7 +246,7 @@ def wait_until_idle() -> None:
 
 
 def gone(store: Any, ranks: Iterable[int]) -> list[int]:
-    """Return which ranks' processes have ended, as far as this host sees it."""
+    """Return the ranks whose processes have ended, as far as this host can see."""
     known = [rank for rank in ranks if store.check([f"{WHERE}{rank}"])]
     return [rank for rank in known if has_ended(*json.loads(store.get(f"{WHERE}{rank}")))]
 

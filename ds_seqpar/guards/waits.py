@@ -1,4 +1,4 @@
-"""Communications of ranks that are reported where they wait long, and explained where they fail.
+"""Report communication that waits long, and explain communication that fails.
 
 A long wait for other ranks is reported by a line on stderr, once for each kind of wait.
 A thread checks the current waits every second, and does nothing else while none is long. A wait costs an entry in

@@ -1,4 +1,4 @@
-"""Watch for ranks that wait for others too long, and say in one report what each rank does.
+"""Detect ranks that wait too long for others, and write one report of what each rank does.
 
 A thread on each rank looks at the thread that communicates, once a second or so. That one waits for other ranks if it
 is in a `Wait` of ours, or in a function of torch.distributed's and has slept since the last look: Linux counts how
@@ -111,7 +111,7 @@ class Launched(NamedTuple):
 
 
 class Watched(Observer):
-    """Keeps the watchdog going, for as long as a SequenceParallel holds it; the most patient settings count.
+    """Keeps the watchdog running as long as a SequenceParallel holds it; the longest timeout counts.
 
     Attributes:
         walk: The walk that runs.
@@ -177,7 +177,7 @@ def watch(config: SequenceParallelConfig, calls: Calls) -> list[Observer]:
 
 @functools.cache
 def _show_waits() -> None:
-    """Let a wait for a work or a future of torch's, which are in C++, be seen as a frame of this file."""
+    """Make waits for torch's works and futures, which are in C++, visible as frames of this file."""
     for waited_for in (dist.Work, compat.Future):
 
         def wait(self: Any, *args: Any, of_torch: Any = waited_for.wait, **kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ def _show_waits() -> None:
 
 
 class _Clock:
-    """For how many seconds the same thing has been waited for.
+    """How long the current wait has taken.
 
     Attributes:
         mark: Identifies it; None where nothing is.
@@ -231,7 +231,7 @@ class _Watchdog(threading.Thread):
         return waits.is_up(None) and self.group() is groups.all_ranks()
 
     def stop(self) -> None:
-        """Let the thread be out of the store when the interpreter ends, which would abort the process."""
+        """Make the thread leave the store before the interpreter ends, because the process would abort otherwise."""
         self.at_exit.set()
         self.join(ANSWER)
 
@@ -276,7 +276,7 @@ class _Watchdog(threading.Thread):
         return max(self.seconds, groups.timeout(group).total_seconds() / 2) if is_auto else self.seconds
 
     def answer(self) -> None:
-        """Write this rank's state, and read the report, which the rank of the alarm writes."""
+        """Write this rank's state, and read the report, which is written by the rank that raised the alarm."""
         writer = int(self.store.get(self.key("alarm")))
         stuck = self.device.mark if self.device.seconds >= self.seconds / 2 else None
         walk = next((user.walk for user in self.users if user.walk is not None), None)
@@ -300,7 +300,7 @@ class _Watchdog(threading.Thread):
             print(f"ds_seqpar: {sentence}", file=sys.stderr, flush=True)
 
     def wait_for_all(self, place: str) -> None:
-        """Wait until all ranks have come to a place of a report, but not for ever."""
+        """Wait, for a limited time, until all ranks have reached a stage of the report."""
         with contextlib.suppress(RuntimeError):
             keys = [self.key(place, rank) for rank in sorted({*range(self.world)} - {*self.gone()})]
             self.store.wait(keys, timedelta(seconds=self.tick + ANSWER))
@@ -401,7 +401,7 @@ def _state(walk: Walk | None, call: Any = None, stuck: Launched | None = None) -
 
 
 def _on_device(stuck: Launched) -> str:
-    """Return the words of a rank whose device is in a walk: what it waits for there, and with whom."""
+    """Describe a rank whose device is in a walk: what it waits for, and from which ranks."""
     program, of_call = stuck.program, "" if stuck.call is None else f", {stuck.call.place}"
     at = [x for x in program.code if isinstance(x, op.Wait)]
     ended = [number for number, works in enumerate(stuck.batches, 1) if works and all(x.is_completed() for x in works)]

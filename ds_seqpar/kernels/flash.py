@@ -305,7 +305,7 @@ class CudaEfficient(CudaKernel):
 
 
 class Cudnn(CudaKernel):
-    """cuDNN's attention, which is used where it is named, or nothing before it takes the blocks. It takes full and
+    """cuDNN's attention, which is used if it is named, or if no kernel before it can take the blocks. It takes full and
     causal blocks of at least two rows and two keys.
 
     Attributes:

@@ -31,7 +31,7 @@ def _begins(row, sizes, strides):
 
 @triton.jit
 def _block(rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return a program's rows and columns, which rows there are, and which elements."""
+    """Return the rows and columns of a program, and masks of the rows and elements that exist."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
     return row, column, row < rows, (row < rows)[:, None] & (column < width)
 

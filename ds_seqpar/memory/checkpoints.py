@@ -173,7 +173,7 @@ def replaying(
 ) -> Callable[..., Result]:
     """Return the function for one call of a checkpoint: `checkpoint(replaying(layer), x)`.
 
-    The second run uses up what the first one saved. A third one, where a graph is retained, computes again.
+    The second run consumes what the first one saved. A third run, with a retained graph, computes attention again.
 
     Args:
         function: what the checkpoint runs.
@@ -192,8 +192,8 @@ def replaying(
 def current() -> Replay | None:
     """Return the replay of the innermost checkpoint around this call; None outside of one.
 
-    Also None in a checkpoint of torch's own inside of ours. That one computes again when ours is over, and must then
-    find what it found in forward: nothing.
+    Also None in a checkpoint of torch's own inside of ours. That one recomputes after ours has ended, and must then see
+    the same as in forward: no replay.
     """
     found = _current.get()
     frame: FrameType | None = sys._getframe(1)

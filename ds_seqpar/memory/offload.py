@@ -3,7 +3,7 @@
 On CUDA each direction has a stream. At most `PENDING_COPIES` tensors are kept on the device until their copies end, and
 one is copied in ahead of the one that is used. Host memory is pinned, and used again step after step. It is taken in
 pieces, since torch rounds pinned memory up to a power of two. On CPUs the same code copies into the same kind of pool,
-without streams. It saves nothing there, and shows that what is copied in is what was saved.
+without streams. There it saves no memory, but it shows that what is copied in equals what was saved.
 """
 
 from __future__ import annotations

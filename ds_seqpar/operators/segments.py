@@ -13,6 +13,8 @@ from ..base.errors import ConfigError
 from ..core.compiler.sharding.layout import Run, Runs, owned
 from ..core.compiler.sharding.shards import Shards, runs_of_sp_rank
 
+COLUMNS = 2**16  # keys whose scores an index compares at a time; the choice among more is merged
+
 
 class Segment(NamedTuple):
     """Consecutive tokens of one document on one rank."""

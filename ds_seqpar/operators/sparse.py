@@ -22,8 +22,8 @@ from ..core.runtime.kernels.accumulate import merge_sinks_
 from ..core.runtime.runtime import Runtime
 from .decode import STEP, merged_by_all
 from .gathered import Context, Piece
+from .segments import COLUMNS
 
-COLUMNS = 2**16  # keys whose scores are compared at a time; the choice among more is merged
 ELEMENTS = 2**24  # numbers of the largest tensor in a block
 
 

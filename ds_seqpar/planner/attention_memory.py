@@ -19,7 +19,8 @@ from ..core.compiler.sharding.masks import Mask
 from ..core.compiler.sharding.shards import EvenShards
 from ..core.compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
 from ..core.settings import SequenceParallelConfig
-from .request import TrainingStep
+from ..operators.segments import COLUMNS
+from .request import Index, TrainingStep
 
 # cached, since memory settings, head chunks included, do not change the programs of CP ranks
 compiler_of = functools.lru_cache(maxsize=256)(Compiler)
@@ -59,6 +60,8 @@ def is_offloaded(step: TrainingStep) -> bool:
 def attention_figures(step: TrainingStep) -> Figures:
     """Return the memory of attention on the rank that needs most. With head chunks it includes q, k, v and the gradient
     of out of a head chunk, which then no other item of the layer includes."""
+    if step.model.index is not None:
+        return _index_figures(step, step.model.index)
     m, head_chunks, tokens = step.model, projecting_head_chunks(step), tokens_on_rank(step)
     workspace = workspace_of(step)
     config = on_fewer_ranks(step.config) if step.mask.scale_free else step.config
@@ -88,6 +91,16 @@ def attention_figures(step: TrainingStep) -> Figures:
         backward=local + q + chunk_figures.backward + in_backward,
         inputs=False,
     )
+
+
+def _index_figures(step: TrainingStep, index: Index) -> Figures:
+    """Return the memory of a layer with an index: what is gathered, scores of a rank's rows, and which it picks. A
+    checkpoint keeps nothing of it."""
+    rows, size = tokens_on_rank(step) * step.batch, ITEMSIZE[step.dtype]
+    gathered = step.seq * step.batch * (index.latent + index.keys) * size
+    scores, picks = 4 * rows * min(step.seq, COLUMNS), 8 * rows * min(step.seq, index.picks)
+    saved = 0 if step.checkpointing else gathered + picks
+    return Figures(forward=2 * (gathered + scores) + picks, saved=saved, backward=3 * gathered + picks, inputs=True)
 
 
 def on_fewer_ranks(config: SequenceParallelConfig) -> SequenceParallelConfig:

@@ -4,6 +4,7 @@ docs/choosing_settings.md says what is left out. Does not import torch."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 from ..core.compiler.compile import BoundProgram, side_of
 from ..core.compiler.program import instructions as op
-from ..core.compiler.program.shape import Shape, shape_of
+from ..core.compiler.program.shape import ITEMSIZE, Shape, shape_of
 from ..core.compiler.program.ulysses import UlyssesGroup
 from ..core.compiler.schedules.actions import Unit
 from ..core.compiler.sharding.heads import busiest_ulysses_rank
@@ -22,10 +23,11 @@ from ..core.compiler.tiles.launches import PLAIN_KERNEL
 from ..data.balance import shards_of
 from .attention_memory import compiler_of
 from .machine import Machine, Wire
-from .request import TrainingStep
+from .request import Index, TrainingStep, visible_pairs
 from .state_memory import state_bytes
 
 DIRECTIONS = ("forward", "backward")
+PICKED_BACKWARD = 12  # the same of a picked key, of which a block computes its forward again
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # flops of a visible pair and element of head_dim: 2 and 5 matmuls
 
 
@@ -53,28 +55,61 @@ class Estimate(NamedTuple):
 def estimate(step: TrainingStep, machine: Machine) -> Estimate:
     """Return the estimate of a step: attention of all layers, matrix products, and states that layers pass on."""
     m, config = step.model, step.config
-    forward, backward = (attention(step, machine, direction) for direction in DIRECTIONS)
-    seconds = m.attending * (forward.seconds * _forwards(step) + backward.seconds)
+    seconds, found = 0.0, list[Attention]()
+    if m.index is not None:
+        found = _gathered(step, m.index, machine)
+        seconds = m.index.layers * ((1 + step.checkpointing) * found[0].seconds + found[1].seconds)
+        seconds += _scores(step, machine) * visible_pairs(_lengths(step)) * step.batch / config.size
+    if m.dense or not found:
+        found = [attention(step, machine, direction) for direction in DIRECTIONS]
+        seconds += m.dense * (found[0].seconds * _forwards(step) + found[1].seconds)
+    forward, backward = found
     seconds += math.ceil(step.seq / config.size) * step.batch * work(step, machine).token
+    seconds += tower_seconds(step, machine)
     if m.states is not None and config.size > 1:
         states, wire = state_bytes(step), _wire(machine, config.size > machine.per_node)
         seconds += m.states.count * 2 * (states.received + states.exchanged) / wire.rate
     return Estimate(seconds, forward, backward)
 
 
+def tower_seconds(step: TrainingStep, machine: Machine) -> float:
+    """Return the time of a rank's pictures: their features, and those that ranks send one another."""
+    tower, pictures, config = step.model.tower, step.pictures, step.config
+    if tower is None or pictures is None:
+        return 0.0
+    again = dataclasses.replace(config, recompute_attention=True)  # checkpoints keep nothing of a tower's attention
+    pair, token = work(dataclasses.replace(step, model=tower.layers, config=again), machine)
+    number = pictures.of_rank(config, step.batch)
+    received = step.batch * pictures.number * pictures.tokens * step.model.hidden * ITEMSIZE[step.dtype]
+    received = 0 if config.divide_media is False else received * (config.size - 1) // config.size
+    seconds = number * pictures.patches * (pair * tower.pairs(pictures.patches) + token)
+    return seconds + 2 * received / _wire(machine, config.size > machine.per_node).rate
+
+
 class Work(NamedTuple):
     """What a rank computes, without what it sends, in seconds."""
 
-    pair: float  # for a query and a key that it sees, in all layers
-    token: float
+    pair: float  # for a query and a key that it sees, in all layers that attend to it
+    token: float  # with what a query attends to by an index, as if there were as many keys as it may pick
 
 
 def work(step: TrainingStep, machine: Machine) -> Work:
     """Return the work of a step's model, by which samples are dealt; the lengths of the step are not read."""
     m, (attention_rate, matrix_rate) = step.model, machine.rates(step.dtype)
     flops = FLOPS_PER_PAIR["forward"] * _forwards(step) + FLOPS_PER_PAIR["backward"]
-    pair = m.attending * flops * m.heads * m.head_dim / attention_rate
-    return Work(pair, 2 * ((3 + step.checkpointing) * m.weights + 3 * m.embedding) / matrix_rate)
+    pair = m.dense * flops * m.heads * m.head_dim / attention_rate
+    token = 2 * ((3 + step.checkpointing) * m.weights + 3 * m.embedding) / matrix_rate
+    if m.index is not None:
+        flops = FLOPS_PER_PAIR["forward"] * (1 + step.checkpointing) + PICKED_BACKWARD
+        token += flops * m.index.layers * m.heads * m.index.latent * m.index.picks / attention_rate
+    return Work(pair + _scores(step, machine), token)
+
+
+def _scores(step: TrainingStep, machine: Machine) -> float:
+    """Return the time of the scores of an index for a query and a key, in all layers that have one."""
+    if (index := step.model.index) is None:
+        return 0.0
+    return 2 * (1 + step.checkpointing) * index.own * index.heads * index.keys / machine.rates(step.dtype)[0]
 
 
 def _forwards(step: TrainingStep) -> int:
@@ -92,6 +127,18 @@ def attention(step: TrainingStep, machine: Machine, direction: str) -> Attention
     followed = sorted({0, (last + 1) // 2, last, busiest})
     found = [_followed(step, machine, direction, topology, ranks[number]) for number in followed]
     return Attention(*map(max, zip(*found, strict=True)))
+
+
+def received(step: TrainingStep, machine: Machine, rank: int) -> int:
+    """Return the bytes that a rank of the first sequence receives in attention of all layers, in both directions."""
+    topology = step.config.topology(step.world)
+    ranks = topology.group(0, "ulysses", *topology.cp_axes)
+    forward, backward = (_followed(step, machine, direction, topology, ranks[rank]) for direction in DIRECTIONS)
+    found = step.model.dense * (forward.received * _forwards(step) + backward.received)
+    if (index := step.model.index) is not None:
+        forward, backward = _gathered(step, index, machine)
+        found += index.layers * (forward.received * (1 + step.checkpointing) + backward.received)
+    return found
 
 
 def _followed(step: TrainingStep, machine: Machine, direction: str, topology: Topology, rank: int) -> Attention:
@@ -127,6 +174,23 @@ def _followed(step: TrainingStep, machine: Machine, direction: str, topology: To
     return Attention(now, received[False], received[True], messages)
 
 
+def _gathered(step: TrainingStep, index: Index, machine: Machine) -> list[Attention]:
+    """Return what a rank receives in a layer with an index, as a mean, in forward and in backward."""
+    size, own, found = step.config.size, math.ceil(step.seq / step.config.size), list[Attention]()
+    others, near = size - 1, min(size, machine.per_node) - 1
+    for elements in index.received(step.seq, own, size):
+        received = elements * step.batch * ITEMSIZE[step.dtype] // index.layers
+        inside = received * near // max(others, 1)
+        seconds = max(inside / machine.inside.rate, (received - inside) / machine.between.rate)
+        latency = _wire(machine, others > near).latency
+        found.append(Attention(seconds + latency, inside, received - inside, others))
+    return found
+
+
+def _lengths(step: TrainingStep) -> tuple[int, ...]:
+    return tuple(b - a for a, b in itertools.pairwise((*(step.mask.documents or (0,)), step.seq)))
+
+
 def _wire(machine: Machine, outside: bool) -> Wire:
     return machine.between if outside else machine.inside
 
@@ -147,8 +211,7 @@ def _shards(step: TrainingStep, cp_size: int) -> Shards:
     """Return the shards of a step's sequence on CP ranks."""
     if not step.mask.documents:
         return EvenShards(step.config.layout, step.seq, cp_size)
-    lengths = tuple(b - a for a, b in itertools.pairwise((*step.mask.documents, step.seq)))
-    return shards_of(step.config.layout, lengths, cp_size, step.mask.parents)
+    return shards_of(step.config.layout, _lengths(step), cp_size, step.mask.parents)
 
 
 def _arriving(

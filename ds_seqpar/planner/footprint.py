@@ -18,7 +18,7 @@ from ..analysis.memory import Figures
 from ..base.errors import ConfigError
 from ..core.compiler.program.shape import ITEMSIZE
 from ..core.compiler.sharding.layout import multiple
-from ..core.settings import HOST_PIECE, most_logits
+from ..core.settings import HOST_PIECE, SequenceParallelConfig, most_logits
 from ..deepspeed.config import Zero
 from . import limits
 from .attention_memory import attention_figures, is_offloaded, projecting_head_chunks, tokens_on_rank
@@ -38,9 +38,12 @@ FOOTPRINT_ITEMS = {
     "attention": "buffers of its attention and its messages",
     "state": "what a layer with a state projects, and states that arrive",
     "mlp": "its MLP",
+    "tower": "what makes features of pictures: its layers, and embeddings of all tokens with the features",
     "loss": "logits, their softmax and gradient",
     "cache": "keys and values of the rows that the rank generates",
 }
+ACTIVATIONS = ("checkpoints", "kept attention", "layer", "attention", "mlp")  # items of a tower's layers
+ENDS = 6  # of pixels, positions, norm and projector, in units of a layer's input
 TILE = (4096, 32768)  # tokens and words of a tile of trl's fused head
 HOST_ITEMS = {
     "parameters": "fp32 copies, or shares of parameters",
@@ -153,7 +156,8 @@ def cache_bytes(step: TrainingStep, tokens: int) -> int:
     kept = -(-tokens // unit) * unit // config.size
     if step.mask.window is not None:
         kept = min(kept, step.mask.window)  # one rank may hold all tokens of a window
-    return m.attending * 2 * m.kv_heads * m.head_dim * ITEMSIZE[step.dtype] * kept
+    picked = m.index.layers * m.index.latent + m.index.own * m.index.keys if m.index else 0
+    return (picked + m.dense * 2 * m.kv_heads * m.head_dim) * ITEMSIZE[step.dtype] * kept
 
 
 def _named_moment(name: str, bytes_by_item: Mapping[str, int], items: Mapping[str, str] = FOOTPRINT_ITEMS) -> Moment:
@@ -171,7 +175,7 @@ class _StepMemory:
         # bytes of a rank's tensors of these widths
         self.hidden = self.rows * m.hidden * self.size
         self.q = self.rows * m.heads * m.head_dim * self.size
-        self.kv = self.rows * 2 * m.kv_heads * m.head_dim * self.size
+        self.kv = self.rows * (m.index.latent if m.index else 2 * m.kv_heads * m.head_dim) * self.size
         self.mlp = self.rows * m.intermediate * self.size
         # bytes of an fp32 copy of the hidden states, since a norm computes in fp32; 0: they are fp32
         self.fp32_copy = self.rows * m.hidden * 4 if self.size < 4 else 0
@@ -186,6 +190,48 @@ class _StepMemory:
     @functools.cached_property
     def attention(self) -> Figures:
         return attention_figures(self.step)
+
+    # ---- the tower
+
+    @functools.cached_property
+    def tower(self) -> _StepMemory | None:
+        """The memory of a tower's layers, as of a model that computes the rank's own pictures."""
+        step, tower, pictures = self.step, self.model.tower, self.step.pictures
+        if tower is None or pictures is None:
+            return None
+        alone = SequenceParallelConfig(recompute_attention=True, size=1).resolve(step.world)
+        seq = pictures.of_rank(self.config, step.batch) * pictures.patches
+        return _StepMemory(TrainingStep(
+            model=tower.layers, config=alone, world=step.world, seq=seq, dtype=step.dtype, zero=step.zero,
+            checkpointing=step.checkpointing, on_gpu=step.on_gpu,
+        ))  # fmt: skip
+
+    @functools.cached_property
+    def of_tower(self) -> int:
+        """Bytes that wait for the tower's backward: of its layers, of what is before them, and of the projector."""
+        return sum(self.tower.layers(self.tower.model.layers).values()) + ENDS * self.tower.hidden if self.tower else 0
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the embeddings of all tokens, which each rank has with the features of pictures in them."""
+        return self.hidden * self.config.size if self.tower else 0
+
+    def tower_moments(self, backward: bool) -> list[Moment]:
+        """Return the moments of the tower: the last layer's forward, or the backward of its first and last one."""
+        if self.tower is None:
+            return []
+        m, tower, last = self.model, self.tower, self.tower.model.layers
+        found = [x for end in (last, 1) for x in tower.backward(end)] if backward else tower.forward()
+        most = max(sum(moment.bytes_by_item.get(item, 0) for item in ACTIVATIONS) for moment in found)
+        done = m.parameters - m.embedding if backward else 0
+        name, gathered = (
+            "backward: tower" if backward else "forward: tower",
+            self.gathered(tower.model.layer_parameters),
+        )
+        embeddings = self.moment(
+            f"{name}, features", done=done, tower=self.of_tower + 3 * self.whole, gathered=m.embedding
+        )
+        return [self.moment(name, done=done, gathered=gathered, tower=most + self.whole), embeddings]
 
     # ---- states
 
@@ -280,15 +326,21 @@ class _StepMemory:
         """Return the bytes by item that `count` layers hold for backward. `running`: whether the last of them is being
         computed."""
         if not self.step.checkpointing:
-            return {"checkpoints": (count - running) * self.saved + self.rope + (self.hidden if running else 0)}
-        kept = self.mean(self.attention.saved, self.state.entering) * (count - running) if self.keeps else 0
-        held = {"checkpoints": count * self.hidden + self.rope, "kept_attention": kept}
-        return {"checkpoints": self.rope + 2 * self.hidden} if self.config.offload_checkpoints else held
+            held = {"checkpoints": (count - running) * self.saved + self.rope + (self.hidden if running else 0)}
+        elif self.config.offload_checkpoints:
+            held = {"checkpoints": self.rope + 2 * self.hidden}
+        else:
+            kept = self.mean(self.attention.saved, self.state.entering) * (count - running) if self.keeps else 0
+            held = {"checkpoints": count * self.hidden + self.rope, "kept_attention": kept}
+        return {**held, "tower": self.of_tower}
 
     def forward(self, name: str = "forward", **held: int) -> list[Moment]:
         """Return the moments of the last layer's forward, when the most layers hold something. `held`: the bytes of
         what there is beside it; default: those of all layers."""
-        m, held = self.model, held or self.layers(self.model.layers, running=True)
+        m = self.model
+        if not held:
+            held = self.layers(m.layers, running=True)
+            held["tower"] += self.whole
         gathered = self.gathered(m.layer_parameters)
         saved = 0 if self.step.checkpointing else 1
         tiles = self.mlp_tiles()
@@ -394,7 +446,8 @@ class _StepMemory:
         prefetched = m.embedding if index == 1 else 0
         matrices = 1 if self.mlp_tiles() == 1 else 3  # ZeRO-3 gathers a tiled MLP, its leaf, at once
         gathered = self.gathered(m.layer_parameters, matrices) + prefetched
-        done = m.parameters - m.embedding - index * m.layer_parameters
+        tower_parameters = m.tower.layers.parameters if m.tower else 0
+        done = m.parameters - tower_parameters - m.embedding - index * m.layer_parameters
         tied = m.embedding * self.size if m.tied else 0  # the head's gradient is kept until the embedding's
         place = f"layer {index}"
         tiles = self.mlp_tiles()
@@ -452,9 +505,11 @@ class _StepMemory:
         moments = [
             *(self.generation() if self.step.objective.generated else []),
             *(self.reference() if self.step.objective.reference else []),
+            *self.tower_moments(backward=False),
             *self.forward(),
             *self.loss(),
             *(moment for index in ends for moment in self.backward(index)),
+            *self.tower_moments(backward=True),
             *self.ends(),
         ]
         counts = {"attention": self.model.attending, "MLP": self.model.with_mlp}

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
+from ..core.compiler import schedules
 from ..core.compiler.sharding.heads import even_ulysses
+from ..core.compiler.sharding.layout import multiple
 from ..core.compiler.sharding.masks import Mask
 from ..core.settings import SequenceParallelConfig
-from .estimate import Work, estimate, work
+from ..data.dealing import Dealt, deal, deal_by_length, most
+from ..data.placing import Pack, Part
+from .estimate import Work, estimate, received, work
 from .machine import Machine
 from .request import Job, TrainingStep, visible_pairs
 
@@ -52,12 +57,145 @@ class Costs:
         config, model = self.step.config, self.step.model
         return even_ulysses(config.size, model.heads, model.kv_heads, config.head_chunks)
 
+    @property
+    def fixed(self) -> str:
+        """Why all packs have the configured Ulysses size, whatever their documents; "" where they need not."""
+        config, model = self.step.config, self.step.model
+        if model.states is not None or model.latent_projections is not None:
+            return "layers have a state, or send latents"
+        is_plain = (config.schedule, config.schedule_options, config.rank_order) == (schedules.DEFAULT, (), "auto")
+        if config.layout != "balanced" or not is_plain or config.head_chunks == "auto":
+            return "a schedule, a layout, a rank order or head chunks are set"
+        return ""
+
+    def deal(self, lengths: Sequence[int], seconds: Sequence[float], groups: int, chooses: bool) -> Dealt:
+        """Return the samples of a step in packs of `tokens_per_rank * size` tokens.
+
+        Args:
+            lengths: Of samples, in tokens.
+            seconds: What each costs.
+            groups: Of ranks.
+            chooses: Whether samples may be whole on a rank, in packs without messages.
+
+        Raises:
+            InputError: A sample is longer than a pack.
+        """
+        per_rank, size = self.step.config.tokens_per_rank, self.step.config.size
+        assert per_rank != "auto"
+        if chooses and 0 < max(lengths, default=0) <= per_rank * size:
+            return deal_by_length(lengths, seconds, groups, size, per_rank, self.sharing)
+        return Dealt(deal(lengths, seconds, groups, per_rank * size), [[]] * groups)
+
+    def pack(self, documents: tuple[int, ...], sizes: Iterable[int]) -> Pack:
+        """Return a pack that all ranks of a group share, with one of some Ulysses sizes."""
+        config = self.step.config
+        return Pack.shared(documents, config.layout, config.size, self.ulysses(documents, sizes))
+
     def ulysses(self, documents: tuple[int, ...], sizes: Iterable[int]) -> int:
         """Return the one of some Ulysses sizes with which a pack takes the least time; of equal ones the smallest."""
-        return min(sizes, key=lambda ulysses: (self._of_pack(documents, ulysses), ulysses))
+        return min(sizes, key=lambda ulysses: (self._of_shared(documents, ulysses), ulysses))
 
-    def _of_pack(self, documents: tuple[int, ...], ulysses: int) -> float:
+    def received(self, documents: tuple[int, ...], ulysses: int, rank: int) -> int:
+        """Return the bytes that a rank of a group receives in attention of all layers, for a pack that it shares."""
+        return received(self._step(documents, ulysses), self.machine, rank)
+
+    @functools.cached_property
+    def sharing(self) -> float:
+        """What samples that fit a rank cost if ranks share them, over what they cost if not."""
+        size, cap = self.step.config.size, self.step.config.tokens_per_rank
+        documents = (max(1, 3 * cap // 4),) * -(-4 * size // 3)
+        least = min(self._of_shared(documents, ulysses) for ulysses in self.ulysses_sizes)
+        return max(1.0, least * size / self.seconds(documents))
+
+    def packed(self, lengths: Sequence[int], groups: int, chooses: bool = True) -> Packed:
+        """Return a step of samples of these lengths, dealt as `StepDealer` deals them.
+
+        Args:
+            lengths: Of samples, in tokens.
+            groups: Of ranks.
+            chooses: Whether Ulysses may differ from the configured one where nothing else fixes it.
+        """
+        sizes = self.ulysses_sizes if chooses and not self.fixed else [self.step.config.ulysses]
+        dealt = self.deal(lengths, [self.seconds([n]) for n in lengths], groups, len(sizes) > 1)
+        return Packed(self, [
+            [self.pack(tuple(lengths[sample] for sample in pack), sizes) for pack in shared if pack]
+            + [Pack.of_whole([[lengths[sample] for sample in pack] for pack in packs]) for packs in whole]
+            for shared, whole in zip(*dealt, strict=True)
+        ])  # fmt: skip
+
+    def seconds_one_a_group(self, lengths: Sequence[int], groups: int) -> float:
+        """Return the estimate of a step in which groups take one sample after the other, padded to a length that their
+        ranks share equally."""
+        config = self.step.config
+        share = multiple(config.layout, config.size, config.ulysses)
+        of_length = functools.cache(lambda n: self._of_shared((-(-n // share) * share,), config.ulysses))
+        return max(sum(map(of_length, lengths[group::groups])) for group in range(groups))
+
+    def works(self, pack: Pack) -> list[float]:
+        """Return the seconds that each CP rank computes of a pack, with all heads."""
+        pair, token = self.work
+        return [sum(pair * self._pairs(part) + token * part.tokens for part in parts) for parts in pack.parts]
+
+    def _pairs(self, part: Part) -> int:
+        """Return the keys that tokens of a document see, together."""
+        if part.step == 1:
+            before, all_pairs = (visible_pairs([n], self.window) for n in (part.start, part.start + part.tokens))
+            return all_pairs - before
+        positions = range(part.start, part.start + part.step * part.tokens, part.step)
+        return sum(min(position + 1, self.window or position + 1) for position in positions)
+
+    def seconds_of(self, pack: Pack) -> float:
+        """Return the estimate of a pack; where nothing is sent, what the rank with the most work computes."""
+        if pack.ulysses == 1 and not pack.cut:
+            return max(self.works(pack))
+        return self._of_shared(pack.documents, pack.ulysses)
+
+    def _of_shared(self, documents: tuple[int, ...], ulysses: int) -> float:
+        return estimate(self._step(documents, ulysses), self.machine).seconds
+
+    def _step(self, documents: tuple[int, ...], ulysses: int) -> TrainingStep:
         config, mask = self.step.config, Mask(window=self.window, documents=Mask.documents_of(documents))
         config = dataclasses.replace(config, ulysses=ulysses)
-        step = dataclasses.replace(self.step, config=config, seq=sum(documents), mask=mask)
-        return estimate(step, self.machine).seconds
+        return dataclasses.replace(self.step, config=config, seq=sum(documents), mask=mask)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packed:
+    """The packs of an optimizer step: those of each group."""
+
+    costs: Costs
+    packs: list[list[Pack]]
+
+    @functools.cached_property
+    def works(self) -> list[list[float]]:
+        """The seconds that ranks compute: for each group, those of each of its ranks."""
+        of_packs = [
+            [[work / pack.ulysses for work in self.costs.works(pack) for _ in range(pack.ulysses)] for pack in packs]
+            for packs in self.packs
+        ]
+        return [[sum(of_rank) for of_rank in zip(*works, strict=True)] for works in of_packs]
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """The estimate: of the group that takes longest."""
+        return max(sum(map(self.costs.seconds_of, packs)) for packs in self.packs)
+
+    @property
+    def of_ranks(self) -> float:
+        """The work of ranks, most over mean."""
+        return most([work for works in self.works for work in works])
+
+    @property
+    def of_groups(self) -> float:
+        """The work of groups, most over mean."""
+        return most([sum(works) for works in self.works])
+
+    @property
+    def cut(self) -> int:
+        """How many documents several CP ranks hold."""
+        return sum(len(pack.cut) for packs in self.packs for pack in packs)
+
+    @property
+    def ulysses(self) -> dict[int, int]:
+        """How many packs of all groups have each Ulysses size."""
+        return dict(sorted(Counter(pack.ulysses for packs in self.packs for pack in packs).items()))

@@ -32,6 +32,53 @@ class StateLayers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Tower:
+    """What makes features of pictures or sounds, which take the places of tokens."""
+
+    layers: Model  # its layers, as those of a model without a vocabulary, and the parameters of all around them
+    full_layers: int  # in which a patch sees all patches of its picture
+    window: int = 0  # patches that it sees in the others
+    patches_a_token: int | None = None  # None: the config does not say
+    patches: int | None = None  # of a picture, where all have as many
+    tokens: int | None = None  # the same
+
+    def pairs(self, patches: int) -> float:
+        """Return how many patches one of a picture sees, as a mean of all layers."""
+        windows = self.layers.layers - self.full_layers
+        return (self.full_layers * patches + windows * min(self.window, patches)) / self.layers.layers
+
+
+class Index(NamedTuple):
+    """Layers that attend to latents which an index picks, and that gather both from all ranks (docs/sparse.md)."""
+
+    layers: int
+    own: int  # of them those with an index; the others attend to what a layer before has picked
+    latent: int  # numbers of a token's latent
+    keys: int  # numbers of a token's key of the index
+    heads: int  # of the index
+    picks: int  # most tokens that a query attends to
+
+    def received(self, tokens: int, own: int, size: int) -> tuple[int, int]:
+        """Return the numbers of a row that a rank receives in all layers, (in forward, in backward), where it has `own`
+        of the row's tokens."""
+        latents = self.layers * self.latent
+        return (tokens - own) * (latents + self.own * self.keys), own * (size - 1) * latents
+
+
+class Pictures(NamedTuple):
+    """The pictures, films or sounds of each sequence, all of one size."""
+
+    number: int
+    tokens: int  # that the features of one take the places of
+    patches: int  # of one
+
+    def of_rank(self, config: SequenceParallelConfig, batch: int) -> int:
+        """Return how many a rank computes of those of `batch` sequences; one that has none left computes one too."""
+        number = batch * self.number
+        return number if config.divide_media is False else -(-number // config.size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
     """The sizes of a model."""
 
@@ -50,6 +97,10 @@ class Model:
     attention_layers: int | None = None  # layers that attend; None: all of them
     mlp_layers: int | None = None  # layers with an MLP; None: all of them
     latent_projections: int | None = None  # number of weights of an attention's projections, if it has a latent
+    mlp_matrices: int = 3  # of hidden x intermediate weights; 2 where there is no gate
+    gathers: bool = False  # whether layers run attention of their own on gathered keys
+    index: Index | None = None
+    tower: Tower | None = None
     trained: int | None = None  # parameters that are trained, as those of adapters; None: all of them
 
     @property
@@ -59,6 +110,11 @@ class Model:
     @property
     def attending(self) -> int:
         return self.layers if self.attention_layers is None else self.attention_layers
+
+    @property
+    def dense(self) -> int:
+        """Number of layers that attend without an index."""
+        return self.attending - (self.index.layers if self.index else 0)
 
     @property
     def with_mlp(self) -> int:
@@ -77,11 +133,15 @@ class Model:
             f"{self.states.count} of {self.layers} layers have a state or a convolution: what they project and send is "
             "counted, and not what their kernels compute and keep, which is several times as much in torch's own"
         ]  # fmt: skip
-        latent = [] if self.latent_projections is None else [
+        latent = [] if self.latent_projections is None or not self.dense else [
             "attention has a latent, which counts as the keys and values that it expands to; where latents are sent, "
             "less is sent and kept, and keys are expanded more than once"
         ]  # fmt: skip
-        return states + latent
+        gathers = [] if not self.gathers else [
+            "layers run attention or an index of their own on keys of all tokens, which they gather: this counts as "
+            "attention that the schedule shares, which sends and keeps less"
+        ]  # fmt: skip
+        return states + latent + gathers
 
     @property
     def projections(self) -> int:
@@ -92,12 +152,12 @@ class Model:
     def lora(self) -> int:
         """Number of weights of adapters of rank 1 of all matrices of all layers."""
         attention = 4 * self.hidden + 2 * (self.heads + self.kv_heads) * self.head_dim
-        return self.attending * attention + self.with_mlp * 3 * (self.hidden + self.intermediate)
+        return self.attending * attention + self.with_mlp * self.mlp_matrices * (self.hidden + self.intermediate)
 
     @property
     def mlp(self) -> int:
         """Number of weights of a layer's MLP; with experts, of those that one token is routed to."""
-        return 3 * self.hidden * self.intermediate
+        return self.mlp_matrices * self.hidden * self.intermediate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,6 +214,7 @@ class TrainingStep:
     optimizer_states: int = 2  # tensors that the optimizer keeps of each parameter; Adam has two moments
     checkpointing: bool = True
     mask: Mask = CAUSAL
+    pictures: Pictures | None = None
     objective: Objective = dataclasses.field(default_factory=Objective)
     on_gpu: bool = False  # whether kernels are those for GPUs, which allocate memory of their own
 
@@ -183,6 +244,8 @@ class Job:
     zero: Zero = dataclasses.field(default_factory=Zero)
     optimizer_states: int = 2  # as in `TrainingStep`
     checkpointing: bool = False
+    pictures: Pictures | None = None
+    uncounted: str = ""  # why the model is not known
     objective: Objective = dataclasses.field(default_factory=Objective)
 
     @classmethod
@@ -205,7 +268,7 @@ class Job:
         return TrainingStep(
             model=self.model, config=config, world=world, seq=self.seq, batch=self.objective.batch(self.batch or 1),
             dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, objective=self.objective,
-            optimizer_states=self.optimizer_states, mask=self.mask, on_gpu=on_gpu,
+            optimizer_states=self.optimizer_states, mask=self.mask, pictures=self.pictures, on_gpu=on_gpu,
         )  # fmt: skip
 
     def sizes(self, world: int) -> tuple[int, ...]:

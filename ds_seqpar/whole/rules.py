@@ -1,4 +1,5 @@
-"""The functions of torch that work on a rank's shard of a whole tensor, and how. Any other function needs the whole.
+"""The functions of torch that can run on a rank's shard of a whole tensor, and their rules. Any other function needs
+the whole.
 
 A rule takes an operator and its arguments by name. It returns the operator's result, or None if it needs the whole.
 """

@@ -24,10 +24,10 @@ from ..families import is_plain_head, set_balance_weight, unwrapped
 from ..look.facts import text_config
 from ..look.known import facts_of, heads, windows
 from ..look.prove import GRADIENT, LOSS, TOLERANCE, compared, difference
+from ..look.sizes import config_of
 from ..look.small import small_copy, tokens_for
 from ..model.patch import patch_by, unpatch_attention
 from ..model.weights import fingerprint_of_bits, is_whole
-from ..trainer.job import config_of
 
 NOISE = 8  # a step may differ by so many times what rounding-sized noise on the embeddings changes
 LEAST = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}  # but by so much at least

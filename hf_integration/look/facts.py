@@ -59,14 +59,15 @@ def text_config(config: PreTrainedConfig) -> Any:
 def config_heads(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the (query heads, key/value heads) that a config names, 0 where it names none."""
     text = text_config(config)
-    values = vars(text)  # a config with other sizes for some layers raises where one of them is read
+    q_heads = number_of(text, "num_attention_heads") or 0
+    return q_heads, number_of(text, "num_key_value_heads") or q_heads
 
-    def number(name: str) -> Any:
-        name = text.attribute_map.get(name, name)
-        return values[name] if name in values else getattr(text, name, None)
 
-    q_heads = number("num_attention_heads") or 0
-    return q_heads, number("num_key_value_heads") or q_heads
+def number_of(config: PreTrainedConfig, name: str) -> Any:
+    """Return a number of a config by the name that most configs have for it; None where it has none."""
+    name, values = config.attribute_map.get(name, name), vars(config)
+    # a config with other sizes for some layers raises where one of them is read
+    return values[name] if name in values else getattr(config, name, None)
 
 
 def kind_of_layer(config: PreTrainedConfig, name: str) -> str:

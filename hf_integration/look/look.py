@@ -26,6 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_seqpar.base.errors import ConfigError
+from ds_seqpar.base.log import log_once
 from ds_seqpar.data.batches import IGNORE
 from ds_seqpar.data.random_states import random_state, unchanged
 from ds_seqpar.operators.gathered import Piece
@@ -447,7 +448,9 @@ def _selects(watch: Watch, ids: Tensor, plain: Seen) -> bool:
     watch.selecting = [*filter(sparse.selects, watch.gathered.values())]
     try:
         found = watch(ids) if sparse.can_run(watch.selecting) else None
-    except Exception:  # of steps that our objects do not follow
+    except Exception as error:  # of steps that our objects do not follow
+        kind, said = type(watch.small).__name__, " ".join(str(error).split())
+        log_once(f"{kind}: an index runs in pieces, since at once it raised {type(error).__name__}: {said:.200}")
         return False
     base = watch.names[watch.base]
     return found is not None and not _differs(plain.states(base), found.states(base))
@@ -633,6 +636,16 @@ def _skips(model: PreTrainedModel, ids: Tensor) -> bool:
 # ---- the loss
 
 
+def divides_by_items(model: PreTrainedModel) -> bool:
+    """Return whether a model's loss of whole batches is a sum of token losses over `num_items_in_batch`."""
+    small = small_copy(model)[0]
+    ids, items = tokens_for(small.config, ROWS, TOKENS), 2.0 * ROWS * TOKENS
+    shifted = F.pad(ids[:, 1:], (0, 1), value=IGNORE)
+    if not takes(small, "num_items_in_batch"):
+        return False
+    return _balances(small, ids, shifted, items, num_items_in_batch=torch.tensor(items)) is not None
+
+
 def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
     """Return the facts of a head's loss."""
     switch_attention(model, "eager")
@@ -649,7 +662,7 @@ def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
     return {"shift_labels": plain is not None and plain == taken, "balance": bool(balance)}
 
 
-def _balances(model: Any, ids: Tensor, labels: Tensor, items: int, **given: Any) -> bool | None:
+def _balances(model: Any, ids: Tensor, labels: Tensor, items: float, **given: Any) -> bool | None:
     """Return whether a loss has a part that balances experts; None where it is not token losses over `items` else."""
     with torch.no_grad():
         output = call(model, ids, labels=ids, **given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -19,7 +20,7 @@ from .facts import text_config
 from .look import tensors_in
 from .small import PATCHES, call, parameters_of, tokens_for
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 ROWS = ((), (0,), (1, 0))  # of a batch: the sizes of the pictures in each row
 PLAIN = 5  # tokens of text before each picture, and behind the last one at least
 # inputs that say where patches are
@@ -97,6 +98,12 @@ def padded(model: PreTrainedModel, batch: Batch, left: Collection[int], length: 
     by_token = {name: longer(x, values.get(name, 0)) for name, x in batch.items() if x.shape == ids.shape}
     by_token["labels"][[*left], length] = IGNORE  # from padding no token is predicted
     return {**batch, **by_token, "attention_mask": longer(torch.ones_like(ids), 0)}
+
+
+def placeholders(config: PreTrainedConfig) -> list[int]:
+    """Return the tokens in whose place features come, as a config names them."""
+    names = (PICTURES.tokens[1], r"video_token_(id|index)", SOUNDS.tokens[1])
+    return [token for token in (_token(config, name) for name in names) if token is not None]
 
 
 def _takes(module: nn.Module, medium: _Medium) -> bool:
@@ -210,7 +217,7 @@ def _batch(
     batch |= {name: x for name, x in types.items() if name in forward}
     chosen = enumerate(examples[size] for row in sizes for size in row)
     different = [{key: x.roll(n, -1) if x.is_floating_point() else x for key, x in each.items()} for n, each in chosen]
-    batch = {name: x.to(device) for name, x in batch.items()} | _joined(different)
+    batch = {name: x.to(device) for name, x in batch.items()} | joined(different)
     with torch.no_grad():
         loss = call(model, **batch).loss
     if not loss.isfinite():
@@ -225,16 +232,19 @@ def _number_of_features(found: Any) -> int:
     return sum(x[..., 0].numel() for x in features)
 
 
-def _joined(pictures: list[Batch]) -> Batch:
-    """Return pictures as one batch, each padded to the largest, or as one strip of patches."""
-    joined = {}
-    for name in pictures[0]:
-        given = [picture[name] for picture in pictures]
-        if STRIP in pictures[0] and name != STRIP:
-            joined[name] = torch.cat(given, dim=-1)
+def joined(pictures: Sequence[Batch]) -> Batch:
+    """Return pictures, or those of several batches, as one batch: padded to the largest, or as one strip of patches."""
+    whole: Batch = {}
+    for name in (names := dict.fromkeys(name for picture in pictures for name in picture)):
+        given: list[Any] = [picture[name] for picture in pictures if name in picture]
+        if isinstance(given[0], list):
+            whole[name] = list(itertools.chain(*given))
+            continue
+        if STRIP in names and name != STRIP:
+            whole[name] = torch.cat(given, dim=-1)
             continue
         most = [max(sizes) for sizes in zip(*(x.shape[1:] for x in given), strict=True)]
         fill = -1 if "position" in name else 0
         pads = [[y for size, to in zip(x.shape[:0:-1], most[::-1], strict=True) for y in (0, to - size)] for x in given]
-        joined[name] = torch.cat([functional.pad(x, pad, value=fill) for x, pad in zip(given, pads, strict=True)])
-    return joined
+        whole[name] = torch.cat([functional.pad(x, pad, value=fill) for x, pad in zip(given, pads, strict=True)])
+    return whole

@@ -29,12 +29,13 @@ from ds_seqpar.whole.shard_spec import ShardSpec
 from ..families import is_causal_lm, set_balance_weight
 from ..inputs import MEDIA
 from .facts import Facts, base_module, text_config
+from .in_fp64 import InFP64, fp64
 from .look import tensors_in
 from .media import media_batch, padded
 from .small import call, layers_of, small_copy, tokens_for
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # by the dtype of messages
-MOST_ROUNDED = 1e-3  # difference that rounding may explain
+MOST_OWN = 1e-4  # that a plain copy in fp32 may be off fp64 for another one to be judged beside it
 FLOOR = 3e-2  # a gradient is measured against this share of the greatest one at least
 
 
@@ -151,9 +152,12 @@ def _compared(
         got = _on_all(sp, functools.partial(_outcome, called, [batch], sp), place)
         unpatch(small)
         wrong, gap = difference(expected.values, got.values, tolerance)
-        if _number_on_all(sp, bool(wrong)):  # unless rounding alone makes as much
-            rounded = 2 * _on_all(sp, functools.partial(_rounding, called, alone, expected), place)
-            wrong, gap = difference(expected.values, got.values, max(tolerance, min(rounded, MOST_ROUNDED)))
+        if _number_on_all(sp, bool(wrong)):  # unless the plain copy is about as far from itself in fp64
+            try:
+                truth = _on_all(sp, functools.partial(_in_fp64, called, alone))
+                wrong, gap = difference(truth, got.values, tolerance, plain=expected.values)
+            except _Failed as reason:  # nobody knows how far: what differs is wrong
+                wrong = wrong and f"{wrong} (beside a plain copy in fp64 {reason})"
         largest = max(largest, gap)
         if _number_on_all(sp, bool(wrong)):
             wrong = f"whose {wrong or 'outcome differs'}{_unlike_layer(expected, got, tolerance)}{place}"
@@ -161,14 +165,11 @@ def _compared(
     return Comparison(largest=largest)
 
 
-def _rounding(model: Any, batches: list[Batch], expected: _Outcome) -> float:
-    """Return the largest difference that other rounding of its weights makes to what a plain model gives."""
-    other, draws = copy.deepcopy(model), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            signs = torch.randint(0, 2, parameter.shape, generator=draws).to(parameter) * 2 - 1
-            parameter.mul_(1 + 2 * torch.finfo(parameter.dtype).eps * signs)
-    return difference(expected.values, _outcome(other, batches).values, 0.0)[1]
+def _in_fp64(model: Any, batches: list[Batch]) -> dict[str, Tensor]:
+    """Return what a plain model gives without the rounding of fp32."""
+    given = [{name: x.double() if x.is_floating_point() else x for name, x in batch.items()} for batch in batches]
+    with InFP64():
+        return _outcome(fp64(copy.deepcopy(model)), given).values
 
 
 class _Failed(Exception):
@@ -304,7 +305,11 @@ def _without_padding(output: Tensor, batch: Batch) -> Tensor:
 
 
 def difference(
-    expected: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float, order: float = math.inf
+    expected: Mapping[str, Tensor],
+    got: Mapping[str, Tensor],
+    tolerance: float,
+    order: float = math.inf,
+    plain: Mapping[str, Tensor] | None = None,
 ) -> tuple[str, float]:
     """Return (what differs first, or by which factor all gradients do, "" where nothing does; the largest difference).
 
@@ -313,15 +318,20 @@ def difference(
         got: The same.
         tolerance: The largest share by which they may differ.
         order: Of the norm in which they are measured.
+        plain: Those of the plain model where `expected` are more exact; twice what it is off is allowed as well.
     """
     gradients = {name: x for name, x in expected.items() if name.startswith(GRADIENT)}
     floor = FLOOR * max([float(x.norm(order)) for x in gradients.values()], default=0.0)
-    gaps = {name: _gap(expected[name], x, floor if name in gradients else 0.0, order) for name, x in got.items()}
-    first = next((name for name, gap in gaps.items() if not gap <= tolerance), "")
+    floors = {name: floor if name in gradients else 0.0 for name in expected}
+    gaps = {name: _gap(expected[name], x, floors[name], order) for name, x in got.items()}
+    own = {name: _gap(expected[name], x, floors[name], order) for name, x in (plain or {}).items()}
+    limits = {name: tolerance + 2 * min(own.get(name, 0.0), MOST_OWN) for name in got}
+    first = next((name for name, gap in gaps.items() if not gap <= limits[name]), "")
     if first in gradients:
-        products = [(torch.dot(got[x].flatten(), y.flatten()), y.square().sum()) for x, y in gradients.items()]
+        products = [((got[name] * x).sum(), x.square().sum()) for name, x in gradients.items()]
         factor = float(sum(product for product, _ in products) / sum(square for _, square in products))
-        if all(_gap(factor * x, got[name], abs(factor) * floor, order) <= tolerance for name, x in gradients.items()):
+        scaled = {name: _gap(factor * x, got[name], abs(factor) * floor, order) for name, x in gradients.items()}
+        if all(gap <= limits[name] for name, gap in scaled.items()):
             return f"gradients are {factor:.4g} times what they must be", max(gaps.values())
     return f"{first} differs by {gaps[first]:.1e}" if first else "", max(gaps.values())
 

@@ -365,7 +365,7 @@ def carry_over(model: PreTrainedModel, small: PreTrainedModel, noise: float) -> 
     replaced: tuple[str, ...] = ()
     for name, module in list(model.named_modules()):
         twin = dict(small.named_modules()).get(name)
-        if twin is None or name.startswith(replaced):
+        if twin is None or name.startswith(replaced) or type(module).__module__.startswith(QUANTIZERS):
             continue
         if type(twin) is not type(module) and not is_of_library(type(module)):
             configs = {id(model.config): small.config, id(text_config(model.config)): text_config(small.config)}

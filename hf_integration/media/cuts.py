@@ -23,6 +23,8 @@ GRID, TILE, PICTURE = "grid", "tile", "picture"
 # elements are each joined in one of these ways, and what all shares have alike
 CAT, LIST, EACH, SAME = "cat", "list", "each ", "same"
 WAYS = (CAT, LIST, EACH + CAT, EACH + LIST, SAME)
+# what is raised of shares that a method does not take, or whose results are not joined so
+UNFIT = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
 # fields that a tower returns beside the features that take the places of tokens
 INSIDE = re.compile(r".*(hidden_states?|attentions)")
 
@@ -158,7 +160,7 @@ def cut_of(method: Callable[..., Any], arguments: Mapping[str, Any]) -> Cut | No
         try:
             with torch.no_grad():
                 ways = _ways(method, arguments, cut)
-        except Exception:  # what cannot be called with a share is not divided so
+        except UNFIT:
             continue
         if ways:
             return cut._replace(ways=ways)
@@ -199,6 +201,6 @@ def _rebuilds(whole: Any, way: str, parts: Sequence[Any], owners: Sequence[list[
     try:
         for x in parts if way == SAME else [joined(way, parts, owners, number)]:
             torch.testing.assert_close(x, whole, rtol=0.0, atol=ROUNDING * largest)
-    except Exception:  # of other shapes, other lengths or other values
+    except UNFIT:  # of other shapes, other lengths or other values
         return False
     return True

@@ -27,7 +27,6 @@ from ds_seqpar.base.compat import tree_leaves, tree_map
 from ds_seqpar.base.errors import SECTION, ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.core.runtime.buffers import sum_dtype
 from ds_seqpar.guards.agreement import all_gather_objects, assert_ranks_agree
-from ds_seqpar.guards.waits import explaining_failure
 
 from ..context import LOCAL, current, entered
 from ..look.media import media_batch
@@ -39,6 +38,7 @@ from .cuts import GRID, SAME, Cut, Pictures, cut_of, joined
 PICTURES, FILMS = "get_image_features", "get_video_features"
 METHODS = (PICTURES, FILMS, "get_audio_features")
 FEATURES = "features of pictures"
+KIND = "features"  # what `sp.comm.received` counts them as
 Cuts = dict[str, Cut]
 
 
@@ -170,7 +170,7 @@ class _Gathered(Function):
     def forward(ctx: Any, own: Tensor, sizes: list[int], sp: SequenceParallel) -> Tensor:
         ctx.sizes, ctx.sp, ctx.number = sizes, sp, len(own)
         sp.calls.follow(FEATURES)
-        size = sizes[dist.get_rank(sp.sharding.group_for(own))]
+        size = sizes[dist.get_rank(sp.groups.sp)]
         return _exchanged(sp, own.detach()[:size].repeat(len(sizes)), [size] * len(sizes), sizes)
 
     @staticmethod
@@ -178,7 +178,7 @@ class _Gathered(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         sp, sizes = ctx.sp, ctx.sizes
         sp.calls.enter()
-        size = sizes[dist.get_rank(sp.sharding.group_for(grad))]
+        size = sizes[dist.get_rank(sp.groups.sp)]
         parts = _exchanged(sp, grad.contiguous(), sizes, [size] * len(sizes)).view(len(sizes), size)
         total = parts.sum(0, dtype=sum_dtype(grad.dtype)).to(grad.dtype)
         return total if size else grad.new_zeros(ctx.number), None, None
@@ -186,10 +186,8 @@ class _Gathered(Function):
 
 def _exchanged(sp: SequenceParallel, own: Tensor, sends: list[int], receives: list[int]) -> Tensor:
     """Return so many elements of each rank, to each of which this one sends so many of its own."""
-    received, group, width = own.new_empty(sum(receives)), sp.sharding.group_for(own), own.element_size()
-    incoming, outgoing = ([size * width for size in sizes] for sizes in (receives, sends))
-    with explaining_failure(f"the exchange of {FEATURES}", group):
-        dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), incoming, outgoing, group=group)
+    received = own.new_empty(sum(receives))
+    sp.comm.exchange_with_all(f"the exchange of {FEATURES}", KIND, own, received, (tuple(sends), tuple(receives)))
     return received
 
 

@@ -92,7 +92,7 @@ def text_of(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a batch that a patched model is to be called with, without its media. Raises where it cannot take them."""
     inner: Any = unwrapped(model)
     patch = patch_of(inner)
-    return batch if patch is None else media.text_of(patch.facts, batch, inner.config.model_type)
+    return batch if patch is None else media.text_of(patch.facts, batch, inner.config)
 
 
 def hook(module: nn.Module, before: Before) -> list[RemovableHandle]:
@@ -253,7 +253,9 @@ def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, An
         check_output(inner, inputs)
     if _begins_media(patch, inputs, context):
         context = _begin_media(patch, inner, inputs, context)
-    elif context.is_undecided and context.media is None and module in patch.above:
+        set_current(context)
+        return ((), context.media.around(inputs)) if context.media.documents else (args, kwargs)
+    if context.is_undecided and context.media is None and module in patch.above:
         whole_calls.compare_inputs(patch.agreement, inner, inputs)
     elif context.media is None:
         if mode == "sharded":
@@ -284,10 +286,11 @@ def _begins_media(patch: Patch, inputs: Mapping[str, Any], context: ForwardConte
 
 def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: ForwardContext) -> ForwardContext:
     """Compare the arguments of a call with media, and return its context. The stack inside will shard its own."""
-    names = media.names_of(patch.facts, inputs)
-    error = media.error_of(patch.facts, names, inner.config.model_type)
-    whole_calls.compare_inputs(patch.agreement, inner, inputs, names, error)
-    return context.replace(media=media.begin(inputs, tokens_of(inputs).shape[:2], torch_states(patch.sp.device)))
+    documents, error = media.checked(patch.facts, inputs, inner.config)
+    whole_calls.compare_inputs(patch.agreement, inner, inputs, media.names_of(patch.facts, inputs), error)
+    shape, states = tokens_of(inputs).shape[:2], torch_states(patch.sp.device)
+    documents = documents if patch.facts.outside else ()
+    return context.replace(media=media.MediaCall(shape, media.layout_in(inputs), states, documents=documents))
 
 
 def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
@@ -342,6 +345,7 @@ def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool
         is_stack = module is patch.stack
         if not is_stack and _begins_media(patch, inputs, context):
             context = _begin_media(patch, module, inputs, context)
+            inputs = context.media.around(inputs)
         if not is_stack and context.media is not None:
             set_current(context)
             return inputs

@@ -14,15 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from ds_seqpar.base.errors import ConfigError, InputError
+from ds_seqpar.base.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.core.compiler.sharding.masks import Mask
 from ds_seqpar.core.runtime.operator import describe
+from ds_seqpar.data.batches import checked_mask, documents_in
+from ds_seqpar.data.documents import Lengths
 from ds_seqpar.data.inputs import INPUTS, LAYOUT
 
 from ..generation.forward import CachedForward, has_cache
 from ..inputs import MEDIA, POSITIONS, TYPES
 from ..look.facts import Facts
+from ..look.media import placeholders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,7 @@ class MediaCall:
     masks: list[Blocks] = dataclasses.field(default_factory=list)  # that were made around the stack
     mask: Any = None  # what the layers get as attention_mask, for `blocks_of`
     counts: bool = False  # whether the stack was given its positions
+    documents: Lengths = ()  # of a pack whose masks are made around the stack
 
     def add_mask(self, function: Callable[..., Tensor], given: Mapping[str, Any]) -> Tensor:
         """Keep the blocks of a mask, and return what stands for it: four dims reach the layers unchanged."""
@@ -53,8 +58,18 @@ class MediaCall:
             )
         padding = given["attention_mask"]
         padding = None if padding is None else padding[:, begin:]
-        self.masks.append(blocks_of(function, self.shape, padding, given["device"], begin))
+        self.masks.append(blocks_of(function, self.shape, padding, given["device"], begin, self.documents))
         return torch.empty(1, 1, 0, len(self.masks), device=given["device"])
+
+    def around(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the outermost module.
+
+        The documents of a pack are in the layout. A mask that transformers makes of them as well would read blocks at
+        places in a document, as if these were places in the pack.
+        """
+        positions = inputs.get("position_ids")
+        has_axes = isinstance(positions, Tensor) and positions.dim() > 2
+        return {name: x for name, x in inputs.items() if not self.documents or has_axes or name != "position_ids"}
 
     def blocks(self, mask: Any) -> Blocks:
         """Return the blocks of the mask that a layer got."""
@@ -80,8 +95,10 @@ class MediaCall:
                 f"masks must be made by transformers' makers of masks; got {describe(wrong[0])} of the model"
             )
         inputs = {name: x for name, x in given.items() if name not in MEDIA and INPUTS.get(name) != LAYOUT}
-        if isinstance(positions := given.get("position_ids"), Tensor):
+        positions = given.get("position_ids")
+        if isinstance(positions, Tensor) and not (self.documents and positions.dim() < 3):
             self.counts = True
+            positions = positions.to(given["inputs_embeds"].device)
             inputs[POSITIONS] = positions.expand(*positions.shape[:-2], rows, length)
         return inputs | self.layout
 
@@ -98,39 +115,51 @@ def is_shared_by_stack(facts: Facts, inputs: Mapping[str, Any]) -> bool:
     return bool(names_of(facts, inputs)) or (not facts.no_media and has_cache(inputs))
 
 
-def text_of(facts: Facts, batch: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
+def text_of(facts: Facts, batch: Mapping[str, Any], config: PreTrainedConfig) -> Mapping[str, Any]:
     """Return a batch without its media. Raises where a model cannot take them."""
-    if not (names := names_of(facts, batch)):
+    if not names_of(facts, batch):
         return batch
-    if error := error_of(facts, names, model_type):
+    if error := checked(facts, batch, config)[1]:
         raise error
     text = {name: x for name, x in batch.items() if name not in MEDIA and INPUTS.get(name) != LAYOUT}
-    return text | begin(batch, (0, 0), []).layout
+    return text | layout_in(batch)
 
 
-def begin(inputs: Mapping[str, Any], shape: tuple[int, int], states: list[Tensor]) -> MediaCall:
-    """Return what the stack must know of a call of the outermost module.
-
-    Args:
-        inputs: The call's.
-        shape: Rows and tokens.
-        states: Of random numbers.
-    """
+def layout_in(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call that say where padding and documents lie."""
     layout = {name: x for name, x in inputs.items() if INPUTS.get(name) == LAYOUT and x is not None}
     positions = layout.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 3:  # those of text are before three others, if any
         layout |= {"position_ids": positions[0]} if len(positions) == 4 else {}
         layout = layout if len(positions) == 4 else {n: x for n, x in layout.items() if n != "position_ids"}
-    return MediaCall(shape, layout, states)
+    return layout
 
 
-def error_of(facts: Facts, names: list[str], model_type: str) -> ConfigError | None:
-    """Return why a model cannot be called with media; None where it can."""
-    if not facts.no_media or not names:
-        return None
-    return ConfigError(
-        f"ranks that share a {model_type} need batches of text alone; got {names[0]}, but {facts.no_media}, leave "
-        "pictures, films and sounds out of the batch"
+def checked(facts: Facts, inputs: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Lengths, SeqParError | None]:
+    """Return the documents of a pack with media, and why a model cannot be called with it; None where it can."""
+    if not (names := names_of(facts, inputs)):
+        return (), None
+    if facts.no_media:
+        return (), ConfigError(
+            f"ranks that share a {config.model_type} need batches of text alone; got {names[0]}, but {facts.no_media}, "
+            "leave pictures, films and sounds out of the batch"
+        )
+    ids, layout = inputs.get("input_ids"), layout_in(inputs)
+    says_documents, mask = bool(layout.keys() - {"attention_mask"}), layout.get("attention_mask")
+    if ids is None or has_cache(inputs) or not (says_documents or getattr(mask, "ndim", 2) != 2):
+        return (), None
+    try:
+        documents = documents_in(layout, checked_mask(mask, ids.shape), *ids.shape) or ()
+    except SeqParError as error:
+        return (), error
+    starts = torch.tensor([0, *documents[:-1]], device="cpu").cumsum(0)
+    starts = starts[starts % ids.shape[1] > 0].to(ids.device)
+    is_place = torch.isin(ids.flatten(), ids.new_tensor(placeholders(config)))
+    if not len(cut := starts[is_place[starts] & is_place[starts - 1]]):
+        return documents, None
+    return (), InputError(
+        "a document of a pack must hold whole pictures, films and sounds; got one that begins between two tokens of "
+        f"them, at token {int(cut[0])}, cut packs between documents, and begin each with a token of text"
     )
 
 
@@ -140,6 +169,7 @@ def blocks_of(
     padding: Tensor | None,
     device: torch.device,
     begin: int = 0,
+    documents: Lengths = (),
 ) -> Blocks:
     """Return the blocks of a causal mask: neighbors that see each other are in one.
 
@@ -149,6 +179,7 @@ def blocks_of(
         padding: (rows, tokens), 0 for padding, which is in no block.
         device: Of what the function reads.
         begin: The number of the first token.
+        documents: Of a pack, whose blocks end where they do; () where each row is one.
 
     Raises:
         InputError: The keys that a query sees are not one interval.
@@ -162,15 +193,17 @@ def blocks_of(
 
     at = torch.arange(rows * length, device=device)
     row, token = at // length, at % length
-    joined = sees(row, token, (token + 1).clamp(max=length - 1)) & (token + 1 < length)
+    lengths = torch.tensor(documents or (length,) * rows, device=device)
+    of = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    joined = sees(row, token, (token + 1).clamp(max=length - 1)) & (of == of.roll(-1)) & (at + 1 < len(at))
     if padding is not None:
         real = padding.bool().flatten()
         joined &= real & real.roll(-1)
     before = torch.nn.functional.pad(joined[:-1], (1, 0), value=False)
     first, last = (joined & ~before).nonzero().flatten(), (~joined & before).nonzero().flatten()
     row, first_token, last_token = first // length, first % length, last % length
-    next_token = first_token.roll(-1)
-    apart = (row == row.roll(-1)) & (first_token < next_token)
+    next_token, of = first_token.roll(-1), of[first]
+    apart = (of == of.roll(-1)) & (first_token < next_token)
     if bool((~sees(row, first_token, last_token) | (apart & sees(row, first_token, next_token))).any()):
         raise InputError(
             "ranks share attention in which the keys of a token are one interval; got pictures of a row that see one "

@@ -148,9 +148,11 @@ def patch_by(
     for module in mixing.values():
         mixers.share(module, sp)
     gathered = modules_of(inner, facts, "gathered")
-    selecting = [*filter(sparse.selects, gathered.values())] if facts.selects else []
     for module, (_, length) in zip(gathered.values(), masks(inner, facts, "gathered"), strict=True):
-        gathered_past.share(module, sp, length, selecting)
+        gathered_past.share(module, sp, length)
+    selecting = [*filter(sparse.selects, gathered.values())] if facts.selects else []
+    for module in selecting:
+        patched(module).selecting = selecting
     ropes = rope.embeddings(base_of(inner))
     stack = None if facts.stack is None else inner.get_submodule(facts.stack)
     patch = Patch(

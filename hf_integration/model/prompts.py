@@ -38,6 +38,16 @@ def may_share(sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[st
     return setting is True or not _refusal(model, facts, inputs)
 
 
+def unshared(sp: SequenceParallel, model: Any, inputs: Mapping[str, Any]) -> ConfigError | None:
+    """Return why the rows of a call whose head gets whole outputs cannot share prompts; None where none must."""
+    if sp.config.shared_prompts is not True or not wants_token_numbers(inputs):
+        return None
+    return ConfigError(
+        f"{SECTION}.shared_prompts true needs a causal language model, and rows without pictures; got a "
+        f'{type(model).__name__}, around whose stack rows are whole, leave the setting out, or say "auto"'
+    )
+
+
 def prompts_of_call(
     sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[str, Any], on_cpu: Mapping[str, Tensor]
 ) -> SharedPrompts | None:

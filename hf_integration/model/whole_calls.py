@@ -36,7 +36,7 @@ from ..look.facts import Facts
 from ..noise import drawn_since, own_stream
 from .agreement import Agreement, common_misuse, compare_batch, tokens_of
 from .losses import check_loss, loss_function_error
-from .prompts import prompts_of_call, wants_token_numbers
+from .prompts import prompts_of_call, unshared, wants_token_numbers
 
 FUSED = (
     "a model that adds to its loss needs whole logits; got Liger's fused loss inside, leave that out: "
@@ -208,7 +208,7 @@ def compare_inputs(
             arguments, and the model inside makes the outputs that it needs.
     """
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
-    error = ConfigError(FUSED) if fused else error
+    error = ConfigError(FUSED) if fused else error or unshared(agreement.sp, model, inputs)
     checks = _compared(inputs)
     checks.compare(by_row(inputs, media))
     checks.fields |= agreement.drawn

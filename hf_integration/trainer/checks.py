@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -57,7 +57,8 @@ BATCHING = {
     "split_batches": (False, "batch sizes are those of a group of ranks"),
     "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
 }
-LOSS_OF_WHOLE = ("DPOTrainer", "KTOTrainer", "RewardTrainer", *ROLLOUTS)  # those whose compute_loss gets whole outputs
+PREFERENCES = ("DPOTrainer", "KTOTrainer")
+LOSS_OF_WHOLE = (*PREFERENCES, "RewardTrainer", *ROLLOUTS)  # those whose compute_loss gets whole outputs
 SUPPORTED = ("SFTTrainer", *LOSS_OF_WHOLE, TRL_BASE)  # the Trainers of trl that may be extended
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
 # fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
@@ -158,28 +159,39 @@ def _world_size() -> int:
     return world
 
 
-def text_of(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a batch without its media. Raises where the model cannot take them, or a Trainer of trl's but SFT has
-    some."""
+def text_of(trainer: Any, batch: Any) -> Any:
+    """Return a batch without its media, or rows of prompts. Raises where the model cannot take media, or a prompt with
+    some was cut."""
+    if not isinstance(batch, Mapping):
+        rows = [row for row in batch if isinstance(row, Mapping)] if isinstance(batch, list) else []
+        pictures = [row.get("images") or row.get("image") for row in rows]
+        forward.text_of(trainer.model, {"images": next(filter(None, pictures), None)})
+        return batch
     given = [name for name in MEDIA if batch.get(name) is not None]
-    if given and (of_trl := base_of_trl(type(trainer), *LOSS_OF_WHOLE)):
+    if given and base_of_trl(type(trainer), *PREFERENCES) and not batch["completion_mask"].any(1).all():
         raise InputError(
-            f"trl's {of_trl.__name__} shares sequences of text alone; got {given[0]}, train on media by its SFTTrainer "
-            "or by transformers' Trainer"
+            f"rows with {given[0]} need their whole prompts and some of their answers; got one without an answer under "
+            f"max_length={trainer.args.max_length}, raise it, or set it to None"
         )
     return forward.text_of(trainer.model, batch)
 
 
 def has_custom_loss(trainer: Any) -> bool:
-    """Return whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's
-    compute_loss, trl's trainers of preferences and rollouts, or a model whose own forward may add to it."""
-    if (patch := patch_of(unwrapped(trainer.model))) is not None and patch.above:
-        return True
+    """Return whether the loss is computed from whole outputs: by a model whose own forward may add to it, or as
+    `changes_loss` says."""
+    patch = patch_of(unwrapped(trainer.model))
+    return changes_loss(trainer) or (patch is not None and bool(patch.above))
+
+
+def changes_loss(trainer: Any, but: Collection[str] = ()) -> bool:
+    """Return whether the loss is not the model's: by label smoothing, a compute_loss_func, a user's compute_loss, or
+    trl's trainers of preferences and rollouts `but` some."""
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
     libraries = "transformers", "trl", "hf_integration"
     classes = [base for base in type(trainer).__mro__ if "compute_loss" in vars(base)]
-    return any(base.__module__.partition(".")[0] not in libraries or base.__name__ in LOSS_OF_WHOLE for base in classes)
+    of_whole = {*LOSS_OF_WHOLE}.difference(but)
+    return any(base.__module__.partition(".")[0] not in libraries or base.__name__ in of_whole for base in classes)
 
 
 def unseen_file() -> ConfigError:

@@ -7,7 +7,7 @@ last batch of a step has all of its packs, and those before it have none.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,18 @@ from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ds_seqpar.base.errors import SECTION, ConfigError, as_seqpar_error
+from ds_seqpar.base.errors import SECTION, ConfigError, InputError, SeqParError, as_seqpar_error
+from ds_seqpar.base.fingerprint import Fingerprint
+from ds_seqpar.data.batches import fingerprint
+from ds_seqpar.guards.agreement import together
 from ds_seqpar.lengths import Rows
 
+from ..families import is_of_library, patch_of, unwrapped
 from ..model import whole_calls
 from . import checks
-from .rollouts import Behind
+from .rollouts import ROLLOUTS, Behind, base_of_trl
+
+OF_PAIRS = ("DPOTrainer", "RewardTrainer")  # trl's whose loss is a mean over pairs
 
 
 class PacksOfStep(list):
@@ -54,8 +60,18 @@ def whole_steps(loader: DataLoader) -> DataLoader:
     return loader
 
 
+class Pairs(Rows):
+    """A loader's collate_fn that leaves pairs as they are: they are collated once they are dealt."""
+
+    def __call__(self, samples: Sequence[Any]) -> list[Any]:
+        return [*samples]
+
+
 class Packed(Behind):
     """Part of `SequenceParallelMixin` that trains on packs."""
+
+    _counts: Sequence[float] = ()  # of each pack of the step, its pairs over those of a plain batch
+    _weight = 1.0  # by which the loss of the pack that is trained on counts
 
     @property
     def _is_packed(self) -> bool:
@@ -63,7 +79,14 @@ class Packed(Behind):
 
     def get_train_dataloader(self) -> DataLoader:
         loader = super().get_train_dataloader()
-        return whole_steps(loader) if self._is_packed else loader
+        if not self._is_packed:
+            return loader
+        loader = whole_steps(loader)
+        if base_of_trl(type(self), *OF_PAIRS):
+            base: Any = getattr(loader, "base_dataloader", loader)
+            self._collate_pairs = base.collate_fn.collate
+            base.collate_fn = Pairs(self._collate_pairs)
+        return loader
 
     def _packs_of(self, batches: Iterator[Any]) -> tuple[list[Any], int]:
         """Return this group's packs of the samples of all groups' batches, and how many batches a group has."""
@@ -78,8 +101,39 @@ class Packed(Behind):
                 read.append(batch)
         except Exception as reason:
             error = as_seqpar_error("loading data failed", reason)
+        if base_of_trl(type(self), *OF_PAIRS):
+            return self._packs_of_pairs(read, error), len(read)
         packs = self.sp.step_dealer.packs([sample for batch in read for sample in batch], error)
         return packs if read else [], len(read)
+
+    def _packs_of_pairs(self, read: Sequence[Any], error: SeqParError | None) -> list[Any]:
+        """Return this group's packs of pairs of like lengths, with as many pairs as the other groups' packs have.
+
+        A loss is the mean over a batch's pairs. So only pairs of batches with as many pairs go together, which count
+        alike: the last batch of an epoch may have fewer.
+        """
+        sp, packs, counts, contents = self.sp, list[Any](), list[float](), list[Fingerprint]()
+        most = sp.config.tokens_per_rank * sp.size
+        with together(sp.control_world, "packing the pairs of a step", "pairs of a step", error=error) as agreed:
+            for size in sorted({len(batch) for batch in read}):
+                pairs = [pair for batch in read if len(batch) == size for pair in batch]
+                alone = [self._collate_pairs([pair]) for pair in pairs]
+                rows = [int(batch["attention_mask"].sum(1).max()) for batch in alone]
+                contents.append(Fingerprint.of(*(str(fingerprint(batch)) for batch in alone)))
+                order = sorted(range(len(pairs)), key=lambda pair: -rows[pair])
+                while order:
+                    if 2 * (longest := rows[order[0]]) > most:
+                        raise InputError(
+                            f"the two answers to a prompt, with it, must fit one micro-batch, {most // 2} tokens each "
+                            f"(tokens_per_rank * size / 2); got {longest}, lower max_length, or raise tokens_per_rank"
+                        )
+                    end = most // (2 * longest) * sp.data_size
+                    chosen, order = order[:end][sp.data_rank :: sp.data_size], order[end:]
+                    packs.append(self._collate_pairs([pairs[pair] for pair in chosen]))
+                    counts.append(len(chosen) * sp.data_size / size)
+            agreed.value = {"pairs of each pack": str(counts), "tokens": str(contents)}
+        self._counts = counts
+        return packs
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(inputs, PacksOfStep):
@@ -88,7 +142,11 @@ class Packed(Behind):
         for number, batch in enumerate(inputs, 1):
             self.accelerator.sync_gradients = steps and number == len(inputs)
             batch = whole_calls.moved_batch(batch, self.args.device)
+            self._weight = self._counts[number - 1] if self._counts else 1.0
+            if "num_items_in_batch" in batch:  # by which the loss is divided already
+                self.current_gradient_accumulation_steps = 1
             loss = loss + super().training_step(model, batch, *args, **kwargs)
+        self._weight = 1.0
         return loss
 
     def floating_point_ops(self, inputs: Any) -> Any:
@@ -102,14 +160,25 @@ def in_last(packs: list[Any], batches: int) -> list[PacksOfStep]:
     return [PacksOfStep() for _ in range(batches - 1)] + [PacksOfStep(packs)] if batches else []
 
 
+def has_own_forward(model: nn.Module) -> bool:
+    """Return whether a user's forward is around a model, or in its place."""
+    patch = patch_of(unwrapped(model))
+    return patch is not None and not all(is_of_library(head.forward) for head in patch.above)
+
+
 def error_of(trainer: Any) -> ConfigError | None:
     """Return the error for a Trainer whose loss is no sum over tokens, or whose batches cannot become packs."""
     args = trainer.args
+    of_batches = {"aot", "aot_unpaired", "sft"}.intersection(getattr(trainer, "loss_types", None) or ())
     wrong: Mapping[str, bool] = {
-        "a trainer of trl": any(base.__module__.startswith("trl.") for base in type(trainer).__mro__),
-        "a loss of whole batches (label_smoothing_factor, compute_loss_func, compute_loss)": checks.has_custom_loss(
-            trainer
+        "a KTOTrainer, whose loss needs the mean of a batch": base_of_trl(type(trainer), "KTOTrainer") is not None,
+        "a trainer that generates": base_of_trl(type(trainer), *ROLLOUTS) is not None,
+        f"loss_type {' and '.join(sorted(of_batches))}, which is no mean over pairs": bool(of_batches),
+        "experts whose balance is counted in each micro-batch": getattr(trainer, "aux_loss_enabled", False),
+        "a loss of whole batches (label_smoothing_factor, compute_loss_func, compute_loss)": checks.changes_loss(
+            trainer, but=OF_PAIRS
         ),
+        "a model whose own forward may add to its loss": has_own_forward(trainer.model),
         'train_sampling_strategy="batch_rebalance", which packs do by themselves': str(args.train_sampling_strategy)
         == "batch_rebalance",
         "include_num_input_tokens_seen, which counts padding": args.include_num_input_tokens_seen != "no",

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_seqpar.base.errors import CommunicationError, ConfigError, whole_number
+from ds_seqpar.base.errors import CommunicationError, ConfigError, InputError, whole_number
 from ds_seqpar.base.fingerprint import Fingerprint
 from ds_seqpar.base.log import log_once
 from ds_seqpar.data.random_states import unchanged
@@ -25,6 +25,7 @@ from ds_seqpar.guards.agreement import all_gather_objects, together
 from .. import compat
 from ..families import patch_of, unwrapped
 from ..generation import zero
+from ..inputs import MEDIA, TYPES
 from ..model.patch import whole_sequences
 from ..rebinding import globals_read, rebound
 from . import rng_state
@@ -89,10 +90,10 @@ def check(trainer: Any) -> None:
             "sequence parallel GRPO and RLOO need completions of the model's own generate, or of vLLM in server mode; "
             f"got {', '.join(given)}, leave {'them' if len(given) > 1 else 'it'} out"
         )
-    if compat.is_vlm(trainer):
+    if trainer.use_vllm and compat.is_vlm(trainer):
         raise ConfigError(
-            "sequence parallel GRPO and RLOO need prompts of text; got a processor of images too, give its tokenizer "
-            "as processing_class"
+            "sequence parallel GRPO and RLOO need prompts of text where vLLM completes them; got a processor of images "
+            "too, give its tokenizer as processing_class, or leave use_vllm out"
         )
 
 
@@ -145,9 +146,7 @@ def count_groups(args: Any, groups: int) -> None:
 
 
 def check_row(row: Any) -> None:
-    """Raise ConfigError for a row of a data set without a prompt, or with pictures."""
-    if given := {"image", "images"} & row.keys():
-        raise ConfigError(f"GRPO and RLOO share sequences of text alone; got a column {min(given)}, leave it out")
+    """Raise ConfigError for a row of a data set without a prompt."""
     if "prompt" not in row:
         raise ConfigError(f"GRPO and RLOO need a column prompt; got {', '.join(sorted(row))} alone, rename one")
 
@@ -160,37 +159,41 @@ class Rollouts(Behind):
     _throughput: Any
     _generations: tuple[object, int] = None, 0  # (step and mode, how many generations it has had)
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+    def _generate_single_turn(self, prompt_ids: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
         if self.sp.size == 1 or self.use_vllm:
-            return super()._generate_single_turn(*args, **kwargs)
-        with self._divided_generation():
-            return super()._generate_single_turn(*args, **kwargs)
+            return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
+        with self._divided_generation(images):
+            return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)
 
     @contextlib.contextmanager
-    def _divided_generation(self) -> Iterator[None]:
-        """Context manager in which the model's `generate` divides its rows among the ranks of this group."""
+    def _divided_generation(self, images: list[list | None] | None) -> Iterator[None]:
+        """Context manager in which the model's `generate` divides its rows, with these pictures each, among the ranks
+        of this group."""
         step, (last, count) = (self.state.global_step, self.model.training), self._generations
         self._generations = step, count + 1 if step == last else 0
         seed = functools.partial(Fingerprint.of, self.args.seed, *self._generations)
         inner = unwrapped(self.model)
-        shared, inner.generate = inner.generate, functools.partial(self._generate_divided, inner.generate, seed)
+        shared = inner.generate
+        inner.generate = functools.partial(self._generate_divided, shared, seed, images)
         try:
             yield
         finally:
             inner.generate = shared
 
     def _generate_divided(
-        self, shared: Callable[..., Tensor], seed: Callable[..., int], *, input_ids: Tensor, attention_mask: Tensor,
-        **kwargs: Any,
+        self, shared: Callable[..., Tensor], seed: Callable[..., int], images: list[list | None] | None, *,
+        input_ids: Tensor, attention_mask: Tensor, generation_config: Any, **fields: Any,
     ) -> Tensor:  # fmt: skip
         """Generate as transformers does, each row on one rank of the group, or on all of them where it is too long.
 
         Args:
             shared: The patched model's `generate`.
             seed: Returns the seed of random numbers, of what it is called with.
+            images: The pictures of each row; None without any.
             input_ids: Prompts (rows, tokens) that are padded on the left, the same on all ranks of the group.
             attention_mask: Of the same shape.
-            **kwargs: For `shared`.
+            generation_config: transformers'.
+            **fields: What a processor gives beside these, of all rows.
 
         Returns:
             Prompts and completions (rows, tokens), on all ranks of the group.
@@ -198,8 +201,8 @@ class Rollouts(Behind):
         Raises:
             SeqParError: On all ranks of the world, if a rank fails.
         """
-        config = kwargs["generation_config"]
-        inner, group, most = unwrapped(self.model), self.sp.groups.control, self.group_generation_over
+        config, inner, group = generation_config, unwrapped(self.model), self.sp.groups.control
+        most = self.group_generation_over
         lengths = (attention_mask.sum(1) + self.max_completion_length).tolist()
         # a rank alone would wait for the others in each forward
         split = not self.args.ds3_gather_for_generation and bool(zero.split_parameters(inner))
@@ -213,10 +216,13 @@ class Rollouts(Behind):
             if all(getattr(config, name) in values for name, values in PADDING_UNREAD.items()):
                 width = int(attention_mask[rows].sum(1).max())  # a long prompt pads none that others generate
             ids, mask = (x[rows, -width:] for x in (input_ids, attention_mask))
+            given = self._fields_of(rows, fields, images)
+            given |= {name: given[name][:, -width:] for name in {*TYPES} & {*given}}
             with unchanged(), contextlib.nullcontext() if split else compat.without_zero_hooks(inner):
                 torch.manual_seed(seed)
                 # no step waits for ranks that generate other rows, or none
-                ids = generate(input_ids=ids, attention_mask=mask, synced_gpus=False, **kwargs)
+                given |= {"synced_gpus": False, "generation_config": config}
+                ids = generate(input_ids=ids, attention_mask=mask, **given)
             return dict(zip(rows, ids[:, width:].tolist(), strict=True))
 
         world = self.sp.control_world
@@ -232,6 +238,28 @@ class Rollouts(Behind):
         width = max(map(len, by_row.values()))
         padded = [by_row[row] + [config.pad_token_id] * (width - len(by_row[row])) for row in range(len(lengths))]
         return torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
+
+    def _fields_of(
+        self, rows: list[int], fields: Mapping[str, Any], images: list[list | None] | None
+    ) -> dict[str, Any]:
+        """Return what a processor gives of some rows, cut as trl cuts it into micro-batches."""
+        if images is None or not any(images[row] for row in rows):
+            return {name: x[rows] for name, x in fields.items() if name not in MEDIA}
+        counts: dict[str, Any] = {"num_images": [len(of_row or ()) for of_row in images]}
+        tiles, pictures = sum(counts["num_images"]), fields["pixel_values"]
+        if pictures.dim() == 4 and len(pictures) != tiles:  # InternVL's, of which only the image processor says more
+            found = self.processing_class.image_processor(images=images, crop_to_patches=True, return_tensors="pt")
+            counts["num_tiles"] = [int(x.sum()) for x in found["num_patches"].split(counts["num_images"])]
+        split, join = compat.cuts_of_rows()
+        cut = fields if "spatial_shapes" in fields else split({**fields, **counts})
+        cut = {name: x for name, x in cut.items() if name not in counts}
+        if wrong := sorted(name for name, x in cut.items() if len(x) != len(images)):
+            raise InputError(
+                f"trl's GRPO and RLOO need pictures that are cut by rows; got {len(cut[wrong[0]])} of {wrong[0]} for "
+                f"{len(images)} rows, leave pictures out, or train by DPO"
+            )
+        parts = {name: [x[row] for row in rows] if isinstance(x, list) else x[rows] for name, x in cut.items()}
+        return join(parts)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Score this group's completions: functions on its first rank alone, models on all its ranks."""

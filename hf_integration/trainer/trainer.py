@@ -245,7 +245,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
             fingerprints = [fingerprint(batch) for batch in batches]
             custom_loss = checks.has_custom_loss(self)
             for batch in batches:
-                text = checks.text_of(self, batch) if isinstance(batch, Mapping) else batch
+                text = checks.text_of(self, batch)
                 if isinstance(batch, Mapping) and (wrong := common_misuse(text)):
                     raise InputError(wrong)
                 if not custom_loss and (labeled or batch.get("labels") is not None):

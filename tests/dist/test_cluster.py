@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.cluster import attention, layers, net, ranks, training
 from benchmarks.memory.peers import Bench
+from benchmarks.sparse import layer
 from tests import launch
 from tests.dist.ranks import is_one_sentence
 
@@ -56,16 +57,29 @@ def test_generation_over_links(step, contenders):
 
 @needs_network
 @pytest.mark.whole  # three sets of ranks
-@pytest.mark.parametrize(("layer", "contenders"), [
+@pytest.mark.parametrize(("kind", "contenders"), [
     ("delta", ["u4+recurrent_layers=heads", "ring+recurrent_layers=states"]),
     ("decay", ["u2/ring+recurrent_layers=heads", "ring+layout=contiguous+recurrent_layers=states"]),
     ("latent", ["ring+latent_attention=latent", "ring+latent_attention=expanded"]),
 ])  # fmt: skip
-def test_layers_over_links(layer, contenders):
+def test_layers_over_links(kind, contenders):
     """Results are compared with those of one process by the benchmark itself, which ends where they differ."""
     words = "--nodes 4 --link 200mbit --rounds 1 --seq 1024 --heads 8 --head-dim 16"
-    rows = layers.measure(layers.arguments([*words.split(), "--layer", layer, "--", *contenders]))
+    args = layers.arguments([*words.split(), "--layer", kind, "--", *contenders])
+    rows = layers.measure(args, layers.reference(args), layers.build)
     assert [row.get("cannot") for row in rows] == [None] * len(rows)
+    for row in rows:
+        assert max(row["in"]) == pytest.approx(row["counted"], rel=0.1, abs=5e4), row
+
+
+@needs_network
+@pytest.mark.whole
+def test_a_layer_that_picks_keys_over_links():
+    """Results are compared with those of one process by the benchmark itself. All send the same, `pieces` at once."""
+    args = layer.arguments(["--nodes", "4", "--rounds", "1", "--seq", "512", "--picks", "32"])
+    rows = layers.measure(args, layer.reference(args), layer.build)
+    assert [(row["name"], row.get("cannot")) for row in rows] == [(name, None) for name in layer.WAYS[:3]]
+    assert len({row["counted"] for row in rows}) == 1
     for row in rows:
         assert max(row["in"]) == pytest.approx(row["counted"], rel=0.1, abs=5e4), row
 

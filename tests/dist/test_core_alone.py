@@ -62,7 +62,7 @@ def compare(rank, config, mask):
 
 
 if __name__ == "__main__":
-    mp.spawn(main, (sys.argv[1],), SIZE)
+    mp.start_processes(main, (sys.argv[1],), SIZE, start_method="fork")  # with the torch that is imported here
 """
 
 

@@ -183,6 +183,7 @@ HANGS = "(trap '' INT; exec sleep 600) & echo $! >$1/pid; wait"
 
 def test_an_hour_goes_on_after_parts_that_fail(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(first_hour, "PATIENCE", 1.0)  # in the background processes ignore SIGINT
     (tmp_path / "test_three.py").write_text(TESTS)
     (tmp_path / "hangs").write_text(HANGS)
     pytest_of = "python -m pytest -p no:cacheprovider -c /dev/null --junitxml {folder}/tests.xml"

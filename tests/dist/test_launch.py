@@ -1,4 +1,5 @@
-"""Ranks that are kept for one function after another: the same processes, in which each finds what a new one has."""
+"""Ranks that are kept for one function after another: the same processes, in which each finds what a new one has; and
+ranks of other kinds, for a run by night and for a debugger."""
 
 import os
 
@@ -30,3 +31,28 @@ def test_ranks_are_kept_until_one_fails_the_word_is_another_or_the_environment_i
     processes = [pid for found in seen for pid, _ in found]
     assert len(set(processes)) == len(processes)
     assert [numbers for found in seen for _, numbers in found] == [first[0][1]] * 8
+
+
+def test_with_RANKS_FRESH_every_call_gets_new_ranks(monkeypatch):
+    monkeypatch.setenv("RANKS_FRESH", "1")
+    (first,), (second,) = on_warm_ranks(1, who), on_warm_ranks(1, who)
+    assert first[0] != second[0]
+
+
+def stop():
+    found = []
+    breakpoint()
+    return found
+
+
+def test_with_RANKS_SPAWN_a_rank_has_a_debugger_on_the_terminal(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANKS_SPAWN", "1")
+    (tmp_path / "typed").write_text("found.append(42)\nc\n")
+    ours = os.dup(0)
+    with (tmp_path / "typed").open() as typed:
+        os.dup2(typed.fileno(), 0)
+    try:
+        assert on_ranks(1, stop, patience=None, timeout=0) == [[42]]
+    finally:
+        os.dup2(ours, 0)
+        os.close(ours)

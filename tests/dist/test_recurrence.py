@@ -1,5 +1,6 @@
 """Layers with a state over shared sequences equal the same layers over each document alone."""
 
+import functools
 import itertools
 
 import pytest
@@ -11,41 +12,53 @@ from ds_seqpar.operators import recurrence, segments
 from ds_seqpar.operators.recurrence import Cell, Rows
 from tests import oracle
 from tests.dist.ranks import make
+from tests.grids import cover, few_then_rest, whole
 from tests.launch import on_each_of
 from tests.recurrent import KINDS, alone, inputs, layer
 
 
-def compared(sp, kind, seq, heads=4, groups=2, shards=None, documents=()):
-    tokens, parameters = inputs(kind, seq, heads, groups)
-    whole = [x.clone().requires_grad_() for x in (*tokens, *parameters)]
-    expected = alone(kind, whole[: len(tokens)], whole[len(tokens) :], documents, seq)
-    do = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    expected.backward(do)
-    even = shards or EvenShards(sp.config.layout, seq, sp.size // sp.config.ulysses)
-    held = positions_held(even, sp.config.ulysses, sp.rank)
+@functools.cache
+def expected(kind, seq, documents):
+    """(tokens, parameters, do, [out, gradients of tokens], gradients of parameters)."""
+    tokens, parameters = inputs(kind, seq, heads=4, groups=2)
+    of_tokens, of_parameters = ([x.clone().requires_grad_() for x in side] for side in (tokens, parameters))
+    out = alone(kind, of_tokens, of_parameters, documents, seq)
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    out.backward(do)
+    return tokens, parameters, do, [out.detach(), *(x.grad for x in of_tokens)], [x.grad for x in of_parameters]
+
+
+def compared(sp, kind, seq, documents=()):
+    tokens, parameters, do, of_tokens, of_parameters = expected(kind, seq, documents)
+    held = positions_held(EvenShards(sp.config.layout, seq, sp.size // sp.config.ulysses), sp.config.ulysses, sp.rank)
     local = [x[:, held].clone().requires_grad_() for x in tokens]
     mine = [x.clone().requires_grad_() for x in parameters]
-    out = layer(kind, sp.runtime, local, mine, shards, documents)
+    out = layer(kind, sp.runtime, local, mine, None, documents)
     out.backward(do[:, held])
     found = [out.detach(), *(x.grad for x in local), *(sp.sum_over_ranks(x.grad) for x in mine)]
-    of_tokens, of_parameters = whole[: len(tokens)], whole[len(tokens) :]
-    wanted = [expected.detach(), *(x.grad for x in of_tokens)]
-    oracle.assert_exact(found, [*(x[:, held] for x in wanted), *(x.grad for x in of_parameters)])
+    oracle.assert_exact(found, [*(x[:, held] for x in of_tokens), *of_parameters])
 
 
+AXES = {
+    "way": ((1, "auto"), (2, "states"), (2, "heads"), (4, "states"), (4, "heads")),
+    "layout": ("balanced", "contiguous"), "kind": KINDS, "at_once": (2**21, 0),
+    "pack": ((16, ()), (24, (0, 1, 2, 9, 20))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", few_then_rest(cover(**AXES), whole(**AXES)))
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @on_each_of("ranks")
-def test_layers_equal_each_document_alone(ranks):
-    for ulysses in {1, 2, ranks} & {*range(1, ranks + 1)}:
-        for way in ("states", "heads") if ulysses > 1 else ("auto",):
-            for layout in ("balanced", "contiguous"):
-                sp = make(ulysses=ulysses, layout=layout, recurrent_layers=way)
-                for kind, at_once in itertools.product(KINDS, (2**21, 0)):
-                    segments.AT_ONCE = at_once  # 0: states go from run to run
-                    recurrence.PIECE = at_once and 2**24  # 0: states are added token by token
-                    compared(sp, kind, 16)
-                    compared(sp, kind, 24, documents=(0, 1, 2, 9, 20))
-                sp.close()
+def test_layers_equal_each_document_alone(ranks, cases):
+    by_way = itertools.groupby(cases, lambda case: (*case["way"], case["layout"]))
+    for (ulysses, way, layout), group in by_way:
+        if ulysses > ranks:
+            continue
+        with make(ulysses=ulysses, layout=layout, recurrent_layers=way) as sp, pytest.MonkeyPatch.context() as patch:
+            for case in group:
+                patch.setattr(segments, "AT_ONCE", case["at_once"])  # 0: states go from run to run
+                patch.setattr(recurrence, "PIECE", case["at_once"] and 2**24)  # 0: states are added token by token
+                compared(sp, case["kind"], *case["pack"])
 
 
 HEADS, GROUPS, KEYS, VALUES = 16, 2, 32, 8

@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from ds_seqpar.base.errors import ConfigError, InputError
 from hf_integration import patch_attention
+from hf_integration.look.in_fp64 import fp64
 from tests.dist.ranks import make
 from tests.hf.every_type import BY_PADDING, tiny
 from tests.hf.families import PACKS, SEQ, batch_of, collated, real
-from tests.hf.in_fp64 import fp64, limit_beside, throughout
+from tests.hf.in_fp64 import limit_beside, throughout
 from tests.hf.llama import array
 from tests.launch import on_ranks
 

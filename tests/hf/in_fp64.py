@@ -1,25 +1,12 @@
-"""Models of transformers in fp64 throughout, also where their code casts to fp32: what is then wrong is no rounding."""
+"""Models of transformers in fp64, and how far others in fp32 may be from them."""
 
 import contextlib
 import functools
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from hf_integration.look.in_fp64 import InFP64, fp64
 from tests.hf.every_type import tiny
-
-
-class InFP64(TorchFunctionMode):
-    """Context manager in which what asks for fp32 gets fp64."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        elif function is not torch.Tensor.view:  # which reads bytes
-            args = tuple(torch.float64 if x is torch.float32 else x for x in args)
-            kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in kwargs.items()}
-        return function(*args, **kwargs)
 
 
 def throughout(function):
@@ -46,12 +33,6 @@ def limit_beside(own, least=1e-5, times=6, most=3e-5):
             is twice as much as that.
     """
     return max(least, min(times * own, most), 2 * own)
-
-
-def fp64(model):
-    """Return a model in fp64, without the kernels of experts that know only fp32."""
-    model.set_experts_implementation("eager")
-    return model.double()
 
 
 def tiny_fp64(name):

@@ -63,6 +63,18 @@ def with_lora(model, *targets, **changes):
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=list(targets), **given))
 
 
+def checkpointed(model, reentrant=False):
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+def frozen(model):
+    """Backward ends behind the first layer."""
+    model.get_input_embeddings().requires_grad_(False)
+    model.base_model.layers[0].requires_grad_(False)
+    return model
+
+
 def adam(rate, **more):
     """Entries of a DeepSpeed JSON: AdamW, which nothing is compiled for."""
     return {"optimizer": {"type": "AdamW", "params": {"lr": rate, "torch_adam": True}}, **more}

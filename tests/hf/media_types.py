@@ -2,28 +2,31 @@
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
-# why types have no model of their default config here
-UNBUILT = {
-    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "needs timm"),
-    **dict.fromkeys(("chameleon", "deepseek_ocr2", "diffusion_gemma", "emu3", "granite4_vision"), "lacks values"),
-    "qwen3_omni_moe": "lacks values",
+ALL = tuple(sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}))
+LACKING = ("chameleon", "deepseek_ocr2", "diffusion_gemma", "emu3", "granite4_vision", "qwen3_omni_moe")
+OF_TWO = ("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder")
+# why types have no model of their default config here, or no small copy that runs on text alone
+UNTRIED = {
+    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "its tower needs timm"),
+    **dict.fromkeys(LACKING, "its default config lacks values"),
     "evolla": "AutoModelForMultimodalLM does not know it",
-}
-# why types have no small copy that runs on text alone
-NO_COPY = {
-    **dict.fromkeys(("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2"), "needs pictures"),
-    **dict.fromkeys(("pi0", "voxtral_realtime"), "needs another input"),
-    **dict.fromkeys(("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop"), "an encoder and a decoder"),
-    **dict.fromkeys(("muse_spark", "nemo_speechlm", "qwen2_5_omni", "vibevoice_asr"), "a copy is not small"),
+    **dict.fromkeys(
+        ("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2"), "takes no text without pictures"
+    ),
+    **dict.fromkeys(("pi0", "voxtral_realtime"), "needs another input than tokens"),
+    **dict.fromkeys(OF_TWO, "is an encoder and a decoder"),
+    **dict.fromkeys(("muse_spark", "nemo_speechlm", "qwen2_5_omni", "vibevoice_asr"), "its small copy is not small"),
     "inkling_mm_model": "needs scipy",
     "kyutai_speech_to_text": "its padding is outside a small vocabulary",
-    "vision-encoder-decoder": "an encoder and a decoder",
 }
 # types that have no batch: none puts features in place of tokens but molmo2, which wants an index of them
 NO_BATCH = ("git", "kosmos-2.5", "mistral4", "mllama", "molmo2", "phi4_multimodal", "qwen2_audio")
-TYPES = tuple(sorted({*MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES} - {*UNBUILT, *NO_COPY, *NO_BATCH}))
+TYPES = tuple(sorted({*MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES} - {*UNTRIED, *NO_BATCH}))
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MROPE = {"text_config.rope_parameters": {**ROPE, "mrope_section": [16, 24, 24]}}

@@ -3,63 +3,93 @@
 python -m tests.hf.pictures [TYPES]: a line for each type, "exact", "refused: SENTENCE" or "wrong: ...".
 """
 
+import argparse
 import copy
-import sys
 
+import numpy as np
 import torch
 
 from hf_integration import patch_attention
-from hf_integration.look.media import media_batch, padded
+from hf_integration.look.in_fp64 import fp64
+from hf_integration.look.media import joined, media_batch, padded
 from hf_integration.look.small import call, small_copy, tokens_for
+from hf_integration.media import towers
+from hf_integration.trainer.samples import positions_of
 from tests.dist.ranks import make
 from tests.hf.conformance import _errors, _gradients, _merged, _outcome, _whole
-from tests.hf.in_fp64 import fp64, limit_beside, throughout
-from tests.hf.llama import array
+from tests.hf.in_fp64 import limit_beside, throughout
+from tests.hf.llama import IGNORE, array
 from tests.hf.media_types import TYPES, model_of
 from tests.launch import on_ranks
 
-KINDS = ("media", "left", "right", "text")
+KINDS = ("media", "left", "right", "packed", "text")
 LIMIT = 1e-5
 SECTIONS = {2: {"size": 2, "ulysses": 1}, 4: {"size": 4, "ulysses": 2, "layout": "zigzag"}}
+TAKES, DIVIDED = "takes", "divided"  # what is said of a type beside the outcomes of kinds
 
 
 def batches_of(model):
-    """Return batches for a small copy by kind: rows with no, one and two pictures, padded, and text alone."""
+    """Return what makes batches for a small copy, by kind: rows with no, one and two pictures, padded, packed, and text
+    alone; and why there are none with pictures. It makes two: for the plain model, and for one that shares sequences.
+    """
     batch, reason = media_batch(model)
-    if batch is None:
-        return {}, reason
     ids = tokens_for(model.config, 2, 21, seed=3)
-    return {
-        "media": batch,
-        "left": padded(model, batch, (1,)),
-        "right": padded(model, batch, (0, 2)),
-        "text": {"input_ids": ids, "labels": ids},
-    }, ""
+    made = {"text": lambda: {"input_ids": ids, "labels": ids}}
+    if batch is not None:
+        made |= {
+            "media": lambda: batch,
+            "left": lambda: padded(model, batch, (1,)),
+            "right": lambda: padded(model, batch, (0, 2)),
+        }
+    found = {kind: lambda make=make: (make(),) * 2 for kind, make in made.items()}
+    return (found if batch is None else found | {"packed": lambda: packed(model)}), reason
+
+
+def packed(model):
+    """Return documents with two and three pictures, and the pack of them."""
+    documents = [media_batch(model, rows=(row,))[0] for row in ((1, 0), (0, 1, 0))]  # one alone may be of another class
+    for document in documents:
+        document["labels"][:, 0] = IGNORE  # which no token predicts
+    by_token = {name for name, x in documents[0].items() if x.shape == documents[0]["input_ids"].shape}
+    pack = {name: torch.cat([x[name] for x in documents], 1) for name in by_token}
+    pack |= joined([{name: x for name, x in each.items() if name not in by_token} for each in documents])
+    positions = torch.cat([positions_of(model, document) for document in documents], -1)
+    return documents, pack | {"position_ids": positions if len(positions) > 1 else positions[0]}
 
 
 @throughout
-def outcome(model, batch, world=1):
-    """Return (logits of real tokens, loss, gradients averaged over the ranks) for a batch."""
+def outcome(model, documents, world=1):
+    """Return (logits of real tokens, loss, gradients averaged over the ranks) for a batch, or for documents alone."""
     model.zero_grad()
-    double = model.dtype == torch.float64
-    batch = {name: x.double() if double and x.is_floating_point() else x for name, x in batch.items()}
-    output = call(model, **batch)
-    output.loss.backward()
-    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
-    return array(_whole(output.logits) * real), output.loss.item(), _gradients(model, world)
+    documents = documents if isinstance(documents, list) else [documents]
+    counts = [int((document["labels"][:, 1:] != IGNORE).sum()) for document in documents]
+    logits, losses = [], 0.0
+    for document, count in zip(documents, counts, strict=True):
+        double = model.dtype == torch.float64
+        document = {name: x.double() if double and x.is_floating_point() else x for name, x in document.items()}
+        output = call(model, **document)
+        loss = output.loss * (count / sum(counts))
+        loss.backward()
+        real = document.get("attention_mask", torch.ones_like(document["input_ids"]))[..., None]
+        logits.append(array(_whole(output.logits) * real))
+        losses += loss.item()
+    return np.concatenate(logits, 1), losses, _gradients(model, world)
 
 
-def compared(model, shared, batch, sp):
+def compared(model, shared, batches, sp):
     """Return whether a shared model does with a batch what the plain one does, as `conformance.outcomes` says it."""
-    error, wanted = _outcome(outcome, model, batch)
+    error, made = _outcome(batches)
+    if error is not None:
+        return error
+    error, wanted = _outcome(outcome, model, made[0])
     if error is not None:
         return "plain: " + error.partition(": ")[2]
-    error, found = _outcome(outcome, shared, batch, sp.size)
+    error, found = _outcome(outcome, shared, made[1], sp.size)
     if error is not None:
         return error
     errors, limits = _errors(found, wanted), {}
     if max(errors.values()) >= LIMIT:  # or twice of what rounding makes
-        error, truth = _outcome(outcome, fp64(copy.deepcopy(model)), batch)
+        error, truth = _outcome(outcome, fp64(copy.deepcopy(model)), made[0])
         if error is None:
             errors = _errors(found, truth)
             limits = {name: limit_beside(own, LIMIT, times=2) for name, own in _errors(wanted, truth).items()}
@@ -67,35 +97,56 @@ def compared(model, shared, batch, sp):
     return "wrong: " + ", ".join(f"{name} by {error:.0e}" for name, error in wrong.items()) if wrong else "exact"
 
 
+def media_of(model):
+    """Return what a patched model takes, and what of it ranks divide."""
+    names = {"get_image_features": "pictures", "get_video_features": "films", "get_audio_features": "sounds"}
+    owners = {word: (name, towers.owner_of(model, name)) for name, word in names.items()}
+    taken = {word: name in vars(owner) for word, (name, owner) in owners.items() if owner is not None}
+    return {TAKES: ", ".join(taken), DIVIDED: ", ".join(word for word, is_divided in taken.items() if is_divided)}
+
+
 def tried(names, kinds, section):
-    """On a rank: the outcome of each type in each kind of batch."""
+    """On a rank: the outcome of each type in each kind of batch, and `media_of`."""
     sp, found = make(**section, prove="never"), {}
     for name in names:
         error, model = _outcome(lambda name=name: small_copy(model_of(name))[0].train())
-        batches, reason = ({}, error) if error else batches_of(model)
+        batches, reason = ({}, "") if error else batches_of(model)
         shared = copy.deepcopy(model)
-        error = error or _outcome(patch_attention, shared, sp)[0] or (None if batches else f"refused: {reason}")
-        found[name] = {kind: error or compared(model, shared, batches[kind], sp) for kind in kinds}
+        error = error or _outcome(patch_attention, shared, sp)[0]
+        found[name] = media_of(shared) if shared is not None else {TAKES: "", DIVIDED: ""}
+        for kind in kinds:
+            missing = f"refused: {reason}" if kind not in batches else ""
+            found[name][kind] = error or missing or compared(model, shared, batches[kind], sp)
         if any(words.startswith(("crash", "hang")) for words in found[name].values()):
             break
     return found
 
 
 def outcomes(names, world=2, kinds=KINDS, section=None):
-    """Return {type: {kind: outcome on all ranks}}."""
+    """Return {type: {kind: outcome on all ranks}}, and what it takes and divides."""
     found, rest = {}, [*names]
     while rest:
-        ranks = on_ranks(
-            world, tried, rest, kinds, section or SECTIONS[world], timeout=60 + 20 * len(rest), patience=30
-        )
+        given = rest, kinds, section or SECTIONS[world]
+        ranks = on_ranks(world, tried, *given, timeout=120 + 60 * len(rest), patience=60, check=False)
+        if lost := [rank for rank in ranks if isinstance(rank, tuple)]:  # nobody knows at which type
+            if len(rest) == 1:
+                return found | {rest[0]: dict.fromkeys(kinds, f"hang: {lost[0][1]}") | {TAKES: "", DIVIDED: ""}}
+            return found | {name: outcomes([name], world, kinds, section)[name] for name in rest}
         done = [name for name in rest if all(name in rank for rank in ranks)]
-        found |= {name: {kind: _merged([rank[name][kind] for rank in ranks]) for kind in kinds} for name in done}
+        for name in done:
+            found[name] = {kind: _merged([rank[name][kind] for rank in ranks]) for kind in (*kinds, TAKES, DIVIDED)}
         rest = rest[len(done) :]
     return found
 
 
 if __name__ == "__main__":
-    for model_type in sys.argv[1:] or TYPES:
-        words = outcomes([model_type])[model_type]
-        same = len({*words.values()}) == 1
-        print(f"{model_type:24}", words["media"] if same else words, flush=True)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("types", nargs="*", default=TYPES)
+    parser.add_argument("--ranks", type=int, default=2, choices=SECTIONS)
+    parser.add_argument("--layout", default=None)
+    given = parser.parse_args()
+    section = SECTIONS[given.ranks] | ({"layout": given.layout} if given.layout else {})
+    for model_type in given.types:
+        words = outcomes([model_type], given.ranks, section=section)[model_type]
+        kinds = {kind: word for kind, word in words.items() if kind in KINDS}
+        print(f"{model_type:24}", words["media"] if len({*kinds.values()}) == 1 else kinds, flush=True)

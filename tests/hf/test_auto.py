@@ -207,7 +207,8 @@ def objectives(folder):
     import trl
     from transformers import ByT5Tokenizer
 
-    from hf_integration.trainer.job import job_of_trainer, model_sizes
+    from hf_integration.look.sizes import model_sizes
+    from hf_integration.trainer.job import job_of_trainer
 
     class Rollouts(SequenceParallelMixin, trl.GRPOTrainer):
         pass

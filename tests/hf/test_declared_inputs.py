@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from ds_seqpar.data.inputs import own, row, tokens
 from hf_integration import patch_attention, unpatch_attention
 from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.grids import each_then_rest
 from tests.hf.in_fp64 import throughout
 from tests.hf.llama import averaged, gap
 from tests.launch import on_each_of
@@ -109,8 +110,8 @@ def trained(model, batch, sp=None):
     return output.loss.item() if sp is None else sp.mean_loss(output.loss), averaged(model)
 
 
-def assert_shared(sp, kind, calls):
-    for padding in PADDING:
+def assert_shared(sp, kind, calls, paddings=tuple(PADDING)):
+    for padding in paddings:
         batch = batch_of(padding)
         loss, gradients = trained(toy(kind), batch)
         for call in calls:
@@ -121,7 +122,7 @@ def assert_shared(sp, kind, calls):
             assert gap(found, gradients) < 1e-10, (padding, call)
 
 
-@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("ulysses", each_then_rest([1], [2]))
 @on_each_of(2)
 def test_three_declared_lines_on_2_ranks(ulysses):
     sp = make(size=2, ulysses=ulysses)
@@ -129,9 +130,10 @@ def test_three_declared_lines_on_2_ranks(ulysses):
     assert_shared(sp, ToyWithTerm, ["whole"])
 
 
+@pytest.mark.parametrize("padding", each_then_rest(["left"], ["none", "right"]))
 @on_each_of(4)
-def test_three_declared_lines_on_4_ranks():
-    assert_shared(make(size=4, ulysses=2), ToyForCausalLM, ["whole", "sharded"])
+def test_three_declared_lines_on_4_ranks(padding):
+    assert_shared(make(size=4, ulysses=2), ToyForCausalLM, ["whole", "sharded"], [padding])
 
 
 EVERYWHERE = {

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from ds_seqpar.base.compat import tree_leaves
 from ds_seqpar.base.errors import ConfigError, SeqParError
 from hf_integration.context import ForwardContext, entered
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
 from hf_integration.media import towers
-from hf_integration.media.cuts import GRID, LIST, PICTURE, TILE, Cut, Pictures, joined
+from hf_integration.media.cuts import GRID, LIST, PICTURE, SAME, TILE, Cut, Pictures, joined
 from tests.dist.ranks import make
 from tests.hf import llama
 from tests.hf.media_types import model_of
@@ -70,9 +71,26 @@ def outcome(model, batch, tower, own=slice(None), factor=1.0):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, sum(seen)
 
 
+def elements(model, cuts, batch):
+    """Return how many elements the features of a batch have that take the places of tokens."""
+    total = 0
+    for name, cut in cuts.items():
+        owner, arguments = towers.owner_of(model, name), {}
+        for key in towers._names(owner, name):
+            arguments |= {key: batch[key]} if key in batch else {}
+        if arguments:
+            result = getattr(owner, name)(**arguments)
+            total += sum(x.numel() for key, way in cut.ways.items() if way != SAME for x in tree_leaves(result[key]))
+    return total
+
+
 def compare(model, cuts, batch, tower, sp, forward=outcome):
-    """Return (the largest difference of a gradient, what passed through towers: plain, and by rank)."""
+    """Return (the largest difference of a gradient, what passed through towers: plain, and by rank; the elements of
+    features, and how many all ranks have received)."""
     expected, plain = forward(model, batch, tower)
+    with torch.no_grad():
+        total = elements(model, cuts, batch)
+    before = sp.comm.received[towers.KIND]
     handles = towers.divide(model, sp, cuts)
     mine = slice(sp.rank, None, sp.size)  # of tokens: the gradient of a rank is of its own, times the number of ranks
     with entered(ForwardContext(mode="whole")):
@@ -86,7 +104,7 @@ def compare(model, cuts, batch, tower, sp, forward=outcome):
         mean = sp.sum_over_ranks(got[name]) / sp.size
         largest = max(largest, float((mean - x).abs().max()) / max(float(x.abs().max()), floor))
     counts = [int(x) for x in sp.sum_over_ranks(torch.eye(sp.size)[sp.rank] * passed)]
-    return largest, plain, counts
+    return largest, plain, counts, total, int(sp.sum_over_ranks(torch.tensor(sp.comm.received[towers.KIND] - before)))
 
 
 def cases_agree(cases):
@@ -113,8 +131,10 @@ def test_gradients_are_the_plain_ones_and_each_picture_is_computed_once(world):
     cases = {name: case for name, case in all_cases().items() if world == 2 or name in OF_IDLE[4]}
     for found in on_ranks(world, cases_agree, cases):
         assert found.keys() == cases.keys()
-        for name, (gap, plain, counts) in found.items():
+        for name, (gap, plain, counts, total, received) in found.items():
             assert gap < 1e-5, name
+            # each rank receives the features of the others once, and once from each the gradients of its own
+            assert received == (world - 1) * total * (1 if name == "frozen" else 2) > 0, name
             assert sum(counts) == plain + OF_IDLE[world].get(name, 0), (name, counts)
 
 

@@ -87,3 +87,41 @@ def test_a_model_that_uses_no_shard_is_told_so_before_its_numbers_are_looked_at(
     for unused, not_finite in on_ranks(2, unused_and_not_finite):
         assert missing(unused, "no attention") == []
         assert missing(not_finite, "check_finite", "summed") == []
+
+
+class Sometimes(Model):
+    """With a tower that some batches do not use."""
+
+    def __init__(self, sp):
+        super().__init__(sp)
+        self.tower, self.uses = torch.nn.Linear(8, 8), True
+
+    def forward(self, **batch):
+        return super().forward(**batch) + (self.tower(torch.ones(8)).sum() if self.uses else 0.0)
+
+
+def norms_of_steps(stage):
+    """Of steps of two micro-batches, both or one or none of which use the tower."""
+    sp, found = make(), []
+    torch.manual_seed(0)
+    still = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+    config = settings({"size": sp.size}, stage, 2, micro=1, **still)
+    engine = ds_seqpar.initialize(model=Sometimes(sp), config=config, sequence_parallel=sp)[0]
+    for uses in ((True, True), (False, False), (False, True), (True, False)):
+        for engine.module.uses in uses:
+            engine.backward(engine(**sp.shard_batches([BATCH, BATCH])[0]))
+            engine.step()
+        found.append(float(engine.get_global_grad_norm()))
+    return found
+
+
+def norms_of_stages():
+    return norms_of_steps("2"), norms_of_steps("3")
+
+
+def test_zero_3_takes_no_gradient_of_an_earlier_step():
+    """As DeepSpeed does: it adds to what a parameter had when a step last used it."""
+    for others, partitioned in on_ranks(2, norms_of_stages):
+        assert others[2] == pytest.approx(others[3])
+        assert others[1] < others[2] < others[0]
+        assert partitioned == pytest.approx(others)

@@ -13,12 +13,13 @@ from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.whole import WholeTensor
 from hf_integration import check_patch, whole_sequences
 from hf_integration.look.facts import TESTED
+from hf_integration.look.in_fp64 import fp64
 from hf_integration.look.known import windows
 from tests import oracle
 from tests.dist.ranks import make
 from tests.grids import cover
 from tests.hf.families import EXPERTS, FAMILIES, SIZE, batch_of, collated, gradients, model_of, real, told
-from tests.hf.in_fp64 import fp64, limit_beside, throughout
+from tests.hf.in_fp64 import limit_beside, throughout
 from tests.hf.llama import IGNORE, averaged, gap
 from tests.launch import on_engine_ranks as on_ranks
 

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import ds_seqpar
-from benchmarks.faults.__main__ import Case, judged
-from benchmarks.faults.ranks import RESUMING, SAVING, TRAINING
 from tests import scripts
 from tests.dist.ranks import is_one_sentence
 from tests.dist.test_ends import prints
+from tests.faults.__main__ import Case, judged
+from tests.faults.ranks import RESUMING, SAVING, TRAINING
 from tests.hf.test_trainer_scripts import EXAMPLE, ROOT, save_texts
 from tests.launch import on_ranks
 from tests.words import missing
@@ -113,7 +113,7 @@ KILLS = [
 
 @pytest.mark.parametrize(("ranks", "then", "driver", "stage", "phase", "step"), KILLS)
 def test_a_run_goes_on_exactly_after_a_kill(ranks, then, driver, stage, phase, step):
-    """A small part of `python -m benchmarks.faults`, which also says how soon ranks end."""
+    """A small part of `python -m tests.faults`, which also says how soon ranks end."""
     found = judged(
         Case(
             number=0, driver=driver, stage=stage, ranks=ranks, then=then, victim=1, phase=phase, step=step, share=0.5

@@ -16,7 +16,7 @@ from ds_seqpar.planner import footprint as planner
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import TRAINERS, Objective, TrainingStep
 from hf_integration import patch_attention
-from hf_integration.trainer.job import config_sizes, model_sizes
+from hf_integration.look.sizes import config_sizes, model_sizes
 from tests import live
 from tests.hf.llama import llama, with_lora
 from tests.launch import on_ranks

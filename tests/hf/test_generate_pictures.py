@@ -9,13 +9,14 @@ from torch.nn.functional import pad
 from hf_integration import patch_attention
 from hf_integration.generation.cache import ShardedLayer
 from hf_integration.inputs import TYPES
+from hf_integration.look.in_fp64 import fp64
 from hf_integration.look.media import media_batch, padded
 from hf_integration.look.small import small_copy
 from tests.dist.ranks import lacking, make, refusal
 from tests.grids import each_then_rest
 from tests.hf.conformance import _outcome
 from tests.hf.every_type import enlivened
-from tests.hf.in_fp64 import fp64, throughout
+from tests.hf.in_fp64 import throughout
 from tests.hf.media_types import model_of
 from tests.launch import on_warm_ranks
 

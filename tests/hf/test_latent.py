@@ -8,13 +8,14 @@ from torch import nn
 
 import ds_seqpar
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
+from hf_integration.look.in_fp64 import fp64
+from hf_integration.look.sizes import model_sizes
 from hf_integration.trainer.callback import FlopCounter
-from hf_integration.trainer.job import model_sizes
 from tests.dist.ranks import lacking, make, refusal
 from tests.grids import each_then_rest
 from tests.hf import conformance
 from tests.hf.every_type import tiny
-from tests.hf.in_fp64 import fp64, limit_beside
+from tests.hf.in_fp64 import limit_beside
 from tests.hf.llama import averaged, gap, one_process, ragged, settings, step, with_lora
 from tests.launch import on_each_of, on_engine_ranks
 

@@ -9,11 +9,13 @@ from torch.utils.data import DataLoader, IterableDataset
 import ds_seqpar
 from ds_seqpar import lengths
 from ds_seqpar.data.balance import shards_of
+from ds_seqpar.data.batches import lengths_of
 from hf_integration import share_sequences
-from tests.dist.ranks import WRONG, make, refusal
+from tests.dist.ranks import WRONG, is_one_sentence, make, refusal
 from tests.hf.every_type import tiny
 from tests.hf.llama import IGNORE, array, gap, norm, small
 from tests.hf.llama import weights as engine_weights
+from tests.hf.test_log import Lines
 from tests.launch import on_engine_ranks, on_ranks
 from tests.words import missing
 
@@ -62,9 +64,13 @@ def loader_of(kind, as_stream=False):
     return DataLoader(data, batch_size=SAMPLES, shuffle=True, generator=generator, collate_fn=collate)
 
 
-def plain(kind, as_stream=False):
+def made(model_type):
+    return (small() if model_type is None else tiny(model_type)).double()
+
+
+def plain(kind, as_stream=False, model_type=None):
     """(losses, norms, weights) of the loop without packs, on one process."""
-    model, losses, norms = small().double(), [], []
+    model, losses, norms = made(model_type), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     loader = loader_of(kind, as_stream)
     loader.collate_fn = list
@@ -84,9 +90,9 @@ def plain(kind, as_stream=False):
     return losses, norms, {name: array(p) for name, p in model.named_parameters()}
 
 
-def packed(section, kind, as_stream=False, checkpoints=False):
+def packed(section, kind, as_stream=False, checkpoints=False, model_type=None):
     """The same of the packs, and (micro-batches of each step, Ulysses sizes)."""
-    model, losses, norms, counts = small().double(), [], [], []
+    model, losses, norms, counts = made(model_type), [], [], []
     if checkpoints:
         model.gradient_checkpointing_enable()
     sp = share_sequences(model, **section)
@@ -142,6 +148,35 @@ def test_packs_train_as_the_plain_loop_does(ranks):
             assert case[0] is not ULYSSES or sizes == [1, 4], case
 
 
+def received(section, kind):
+    """(Bytes that this rank receives in the packs of a step, those of the plan, what is logged of the step.)
+
+    In bf16, since of keys in fp32 ranks share the mean too.
+    """
+    model, lines = small().to(torch.bfloat16), Lines().lines
+    sp = share_sequences(model, **section)
+    packs, planned = next(iter(sp.packs(loader_of(kind)))), 0
+    comms = {id(runtime.comm): runtime.comm for runtime in sp.runtimes.values()}.values()
+    before = sum(comm.received_bytes for comm in comms)
+    for batch in packs:
+        model(**batch).loss.backward()
+        documents = lengths_of(batch)
+        shards = sp.place(sum(documents), documents).shards
+        if shards == shards_of("balanced", documents, shards.size):  # else ranks have whole samples
+            planned += sp.step_dealer.costs.received(documents, sp.size // shards.size, sp.rank)
+    return sum(comm.received_bytes for comm in comms) - before, planned, lines
+
+
+@pytest.mark.parametrize("section", [{"size": 2, "tokens_per_rank": 24}, {"size": 4, "tokens_per_rank": 12}])
+def test_ranks_receive_the_bytes_of_the_plan_and_log_them(section):
+    found = on_ranks(section["size"], received, section, "chat", timeout=120)
+    assert all(of_rank == planned for of_rank, planned, _ in found), found
+    most = max(of_rank for of_rank, *_ in found)
+    assert most > 0
+    (line,) = [line for line in found[0][2] if "first step's work" in line]
+    assert missing(line, "over 1 groups", f"{most / 2**20:.3g} MiB", "of its 10 documents are cut") == []
+
+
 def gathering(documents):
     """Gradients of a model whose layers gather keys, on a pack with another Ulysses size than the configured one."""
     model, ids = tiny("gptj").double(), torch.arange(3, 3 + sum(documents))[None]
@@ -167,6 +202,15 @@ def test_layers_that_gather_keys_train_with_the_ulysses_size_of_a_pack():
     expected = gathering((9, 4, 7))
     for found in on_ranks(2, gathering, (9, 4, 7), timeout=120):
         assert gap(found, expected) < 1e-6  # its attention casts to fp32
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_models_whose_configs_have_other_names_train_in_packs(model_type):
+    expected = plain("chat", model_type=model_type)
+    for found in on_ranks(2, packed, {"size": 2, "tokens_per_rank": 24}, "chat", False, False, model_type, timeout=120):
+        assert found[0] == pytest.approx(expected[0], rel=1e-6)
+        assert gap(found[2], expected[2]) < 1e-6
 
 
 def by_engine(stage, kind):
@@ -247,9 +291,44 @@ def other_on_one_rank(sp):
     return DataLoader(data, batch_size=SAMPLES, collate_fn=collate)
 
 
+def all_steps(data_of_rank, tokens_per_rank=24):
+    """Goes through a stream of the samples that a function of (whether this rank is the wrong one) gives."""
+
+    def call():
+        sp = share_sequences(small(), size=2, tokens_per_rank=tokens_per_rank)
+        stream = Stream(data_of_rank(sp.rank == WRONG and sp.data_rank == 0))
+        list(sp.packs(DataLoader(stream, batch_size=SAMPLES, collate_fn=collate)))
+
+    return call
+
+
+def without_labels(samples):
+    return {name: x for name, x in collate(samples).items() if name != "labels"}
+
+
+def without_tokens(samples):
+    batch = collate(samples)
+    return {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
+
+
+def failing(is_wrong):
+    yield from data_of("chat")[:SAMPLES]
+    if is_wrong:
+        raise OSError("this file is gone")
+    yield from data_of("chat")[SAMPLES:]
+
+
 def refusals():
     cases = {
         "too long": first_step(lambda sp: loader_of("one long"), tokens_per_rank=23),
+        "too long in a stream": all_steps(lambda is_wrong: data_of("one long"), 23),
+        "too long on one rank": all_steps(lambda is_wrong: data_of("one long" if is_wrong else "uniform"), 23),
+        "no labels": first_step(lambda sp: DataLoader(data_of("chat"), batch_size=2, collate_fn=without_labels)),
+        "no tokens": first_step(lambda sp: DataLoader(data_of("chat"), batch_size=2, collate_fn=without_tokens)),
+        "no words": first_step(lambda sp: DataLoader(["a text"] * 4, batch_size=2)),
+        "other stream": all_steps(lambda is_wrong: data_of("chat", seed=int(is_wrong))),
+        "shorter stream": all_steps(lambda is_wrong: data_of("chat")[: SAMPLES if is_wrong else None]),
+        "failing stream": all_steps(failing),
         "not set": first_step(lambda sp: loader_of("chat"), tokens_per_rank="auto"),
         "one rank": first_step(lambda sp: loader_of("chat"), size=1),
         "other data": first_step(other_on_one_rank),
@@ -267,6 +346,14 @@ def refusals():
 
 EXPECTED = {
     "too long": ("46 tokens", "got 47", "cut it to 46"),
+    "too long in a stream": ("46 tokens", "got 47", "cut it to 46"),
+    "too long on one rank": ("46 tokens", "got 47", "cut it to 46"),
+    "no labels": ("a batch needs labels",),
+    "no tokens": ("one token or more",),
+    "no words": ("a batch must be a mapping",),
+    "other stream": ("samples of a step",),
+    "shorter stream": ("batches",),
+    "failing stream": ("this file is gone",),
     "not set": ("tokens_per_rank",),
     "one rank": ("2 ranks or more",),
     "other data": ("samples of a step",),
@@ -284,3 +371,4 @@ def test_what_cannot_be_packed_is_refused_on_every_rank():
         for name, words in EXPECTED.items():
             kind, sentence = found[name]
             assert missing(sentence, *words) == [], (name, kind, sentence)
+            assert is_one_sentence(sentence), (name, sentence)

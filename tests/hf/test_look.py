@@ -27,7 +27,7 @@ from hf_integration import heads, patch_attention, unpatch_attention
 from hf_integration.look.facts import TESTED, Facts
 from hf_integration.look.known import facts_of
 from hf_integration.look.look import look
-from hf_integration.look.prove import prove
+from hf_integration.look.prove import compared, prove
 from hf_integration.look.small import layers_of, small_copy
 from hf_integration.model import patch
 from tests.dist.ranks import lacking, make, refusal
@@ -35,6 +35,7 @@ from tests.grids import each_then_rest
 from tests.hf.every_type import config_of, enlivened, tiny
 from tests.hf.families import FAMILIES, model_of
 from tests.hf.llama import small, with_lora
+from tests.hf.media_types import model_of as type_of_media
 from tests.launch import on_each_of, on_engine_ranks, on_ranks
 from tests.words import missing
 
@@ -177,6 +178,35 @@ def proofs():
             patched = lambda copied, given=given: patch.patch_by(copied, copied, sp, given)  # noqa: E731
             found.append(refusal(prove, model, sp, given, patched, unpatch_attention))
     return found
+
+
+def off_by(share, model, sp):
+    """How a small copy differs from the plain one whose shared logits are off by this share."""
+    facts, hooks = facts_of(model), []
+
+    def patched(copied):
+        patch.patch_by(copied, copied, sp, facts)
+        hooks.append(copied.lm_head.register_forward_hook(lambda module, args, logits: logits * (1 + share)))
+
+    def unpatched(copied):
+        hooks.pop().remove()
+        unpatch_attention(copied)
+
+    return compared(model, sp, facts, patched, unpatched)
+
+
+def beside_fp64():
+    """On each rank: what is compared of a model whose fp32 is near fp64, and of one whose is not, as it is and off."""
+    sp = make(size=2, ulysses=1)
+    return [[off_by(share, model, sp) for share in (0.0, 3e-5)] for model in (tiny("llama"), type_of_media("gemma4"))]
+
+
+def test_a_proof_finds_an_error_of_3e_5_but_none_in_what_the_plain_copy_itself_is_off_fp64():
+    for near, far in on_ranks(2, beside_fp64):
+        assert [outcome.wrong for outcome in (near[0], far[0])] == ["", ""]
+        assert near[0].largest < 1e-5 < far[0].largest
+        for _, off in (near, far):
+            assert "output differs by" in off.wrong
 
 
 def test_a_proof_refuses_what_is_wrong_and_says_where():

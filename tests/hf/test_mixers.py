@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -19,29 +18,15 @@ from tests.dist.ranks import make, refusal
 from tests.hf import conformance
 from tests.hf.every_type import tiny
 from tests.hf.in_fp64 import limit_beside, throughout, tiny_fp64
-from tests.hf.llama import settings
+from tests.hf.llama import checkpointed, frozen, settings, with_lora
 from tests.launch import on_each_of, on_engine_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 STATES = ("qwen3_next", "nemotron_h", "minimax", "lfm2")  # a delta rule, Mamba-2, lightning attention, a convolution
 
 
-def checkpointed(model, reentrant):
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    return model
-
-
-def with_lora(model):
-    torch.manual_seed(1)
-    names = ["in_proj_qkvz", "in_proj_ba", "out_proj"]
-    return get_peft_model(model, LoraConfig(r=4, target_modules=names, init_lora_weights=False))
-
-
-def frozen(model):
-    """Backward ends behind the first layer."""
-    model.get_input_embeddings().requires_grad_(False)
-    model.base_model.layers[0].requires_grad_(False)
-    return model
+def adapted(model):
+    return with_lora(model, "in_proj_qkvz", "in_proj_ba", "out_proj")
 
 
 # how a model is prepared, and settings
@@ -50,7 +35,7 @@ CASES = {
     "reentrant checkpoints": (lambda model: checkpointed(model, True), {"recompute_attention": True}),
     "offloaded checkpoints": (lambda model: checkpointed(model, False), {"offload_checkpoints": True}),
     "head chunks": (lambda model: model, {"head_chunks": 2, "overlap": True}),
-    "LoRA": (with_lora, {}),
+    "LoRA": (adapted, {}),
     "frozen": (frozen, {"recurrent_layers": "heads", "ulysses": 2}),
 }
 

@@ -23,7 +23,7 @@ TRAINERS = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
     "zero_optimization": {"stage": 2},
 }
 

@@ -1,19 +1,17 @@
 """Models that share sequences take pictures and sounds: exact, or refused in a sentence on every rank."""
 
-import copy
-
 import pytest
 import torch
+import transformers
 
+from docs.model_types import PAGE, media_states, rows_of, tables_of, version_of
 from hf_integration import patch_attention
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
 from tests.dist.ranks import is_one_sentence, lacking, make, refusal
-from tests.grids import each_then_rest
-from tests.hf.conformance import _errors
 from tests.hf.llama import small
-from tests.hf.media_types import TYPES, model_of
-from tests.hf.pictures import KINDS, LIMIT, batches_of, outcome, outcomes
+from tests.hf.media_types import ALL, NO_BATCH, TYPES, model_of
+from tests.hf.pictures import KINDS, SECTIONS, outcomes
 from tests.launch import on_ranks
 from tests.words import missing
 
@@ -21,23 +19,38 @@ pytestmark = pytest.mark.usefixtures("compiled")
 # positions of three axes and features for several layers; blocks that see themselves, with windows; plain; sound
 FEW = ("qwen3_vl", "gemma3", "llava", "voxtral")
 EXACT, TOLD = "exact", ("exact", "refused", "plain")
+MEDIA = tables_of(PAGE.read_text(encoding="utf-8"))[1]
+TABLE = rows_of(MEDIA)
+
+
+def by_kind(found):
+    return {name: {kind: words[kind] for kind in KINDS} for name, words in found.items()}
 
 
 def test_a_type_of_each_kind_is_exact():
-    assert outcomes(FEW) == {name: dict.fromkeys(KINDS, EXACT) for name in FEW}
+    assert by_kind(outcomes(FEW)) == {name: dict.fromkeys(KINDS, EXACT) for name in FEW}
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("model_type", [name for name in TYPES if name not in FEW])
-def test_every_type_is_exact_or_refused(model_type):
-    words = outcomes([model_type])[model_type]
+@pytest.mark.parametrize("model_type", [name for name in (*TYPES, *NO_BATCH) if name not in FEW])
+def test_every_type_does_what_the_table_says(model_type):
+    words = by_kind(outcomes([model_type]))[model_type]
     assert {kind: found for kind, found in words.items() if not found.startswith(TOLD)} == {}
+    assert media_states(words) == TABLE[model_type].split(" | ")[3:7]
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("model_type", FEW)
-def test_it_is_so_on_four_ranks(model_type):
-    assert outcomes([model_type], world=4) == {model_type: dict.fromkeys(KINDS, EXACT)}
+def test_it_is_so_on_four_ranks(model_type, layout):
+    found = outcomes([model_type], world=4, section={**SECTIONS[4], "layout": layout})
+    assert by_kind(found) == {model_type: dict.fromkeys(KINDS, EXACT)}
+
+
+@pytest.mark.whole
+def test_the_table_is_of_this_transformers():
+    """Else: python docs/model_types.py media"""
+    assert (version_of(MEDIA), sorted(TABLE)) == (transformers.__version__, [*ALL])
 
 
 def text_of(batch):
@@ -76,14 +89,13 @@ def of_text_model(model, sp, batch):
     return patch_attention(small(vocab_size=300), sp)(**batch)
 
 
-def cut_inside(model, sp, batch):
-    """A document begins at a picture's third token, where pictures see themselves."""
-    of_blocks = small_copy(model_of("gemma3"))[0].train()
-    pack, _ = media_batch(of_blocks, rows=((0,),))
+def packed(model, cut, skipped=0, **given):
+    """Two documents, of which the second begins behind so many tokens of a picture, at another position than 0."""
+    pack, _ = media_batch(model, rows=((0,),))
     ids = pack["input_ids"]
-    first = int((ids[0] == of_blocks.config.image_token_id).nonzero()[2])
-    positions = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)])[None]
-    call(patch_attention(of_blocks, sp), **pack, position_ids=positions)
+    first = int((ids[0] == model.config.image_token_id).nonzero()[cut])
+    positions = torch.cat([torch.arange(first), skipped + torch.arange(ids.shape[1] - first)])[None]
+    call(model, **pack, **given, position_ids=positions.expand(4, 1, -1))
 
 
 def compiled(model, sp, batch):
@@ -143,7 +155,40 @@ WRONG = {
         lambda model, sp, batch: call(model, **{name: x for name, x in batch.items() if name != "image_grid_thw"}),
         ["image_grid_thw", "got none"],
     ),
-    "a pack that is cut inside a picture": (cut_inside, ["block", "within a document"]),
+    "a pack that is cut inside a picture": (lambda model, sp, batch: packed(model, 2), ["whole pictures", "at token"]),
+    "documents that do not begin at 0": (
+        lambda model, sp, batch: packed(model, 0, skipped=3),
+        ["position_ids must count", "got 3"],
+    ),
+    "other documents in what says it too": (
+        lambda model, sp, batch: packed(model, 0, cu_seq_lens_q=torch.tensor([0, 4, 16])),
+        ["documents must be the same", "cu_seq_lens_q"],
+    ),
+    "a mask of tokens x tokens": (
+        lambda model, sp, batch: call(model, **batch, attention_mask=torch.ones(3, 1, 27, 27)),
+        ["attention_mask"],
+    ),
+    "other values of pictures on one rank": (
+        lambda model, sp, batch: call(model, **batch | {"pixel_values": batch["pixel_values"] + sp.rank}),
+        ["same whole batch", "pixel_values by row"],
+    ),
+    "a rank that is not told which tokens are of pictures": (
+        lambda model, sp, batch: call(
+            model, **{name: x for name, x in batch.items() if not sp.rank or name != "mm_token_type_ids"}
+        ),
+        ["same whole batch", "mm_token_type_ids"],
+    ),
+    "more tokens than features": (
+        lambda model, sp, batch: call(
+            model,
+            **batch | {"input_ids": batch["input_ids"].where(batch["input_ids"] > 40, model.config.image_token_id)},
+        ),
+        ["tokens"],
+    ),
+    "pictures without tokens": (
+        lambda model, sp, batch: model(pixel_values=batch["pixel_values"], image_grid_thw=batch["image_grid_thw"]),
+        ["input_ids or inputs_embeds", "got neither"],
+    ),
     "pictures for a model of text": (of_text_model, ["llama", "text alone", "pixel_values"]),
     "a model in torch.compile": (compiled, ["layer.compile()"]),
     "log-probabilities": (
@@ -156,7 +201,7 @@ WRONG = {
 def wrong_uses():
     sp = make(size=2, ulysses=1, prove="never")
     model = small_copy(model_of("qwen3_vl"))[0].train()
-    batch, found = batches_of(model)[0]["media"], {}
+    batch, found = media_batch(model)[0], {}
     patch_attention(model, sp)
     for name, (use, _) in WRONG.items():
         try:
@@ -214,29 +259,3 @@ def test_types_that_are_not_proved_take_text_alone():
             assert is_one_sentence(sentence)
             assert missing(sentence, "pixel_values", "text alone") == []
             assert takes_text
-
-
-def packs(name):
-    """Return whether two rows with pictures in one pack give what they give as rows, and by how much they do not."""
-    sp = make(size=2, ulysses=1, prove="never")
-    model = small_copy(model_of(name))[0].train()
-    shared = patch_attention(copy.deepcopy(model), sp)
-    batch, _ = media_batch(model, rows=((0,), (1,)))
-    rows, length = batch["input_ids"].shape
-    batch["labels"][:, 0] = -100  # which no token predicts
-    if hasattr(model.model, "get_rope_index"):
-        given = {key: x for key, x in batch.items() if key not in ("labels", "pixel_values")}
-        axes = model.model.get_rope_index(**given)[0]
-    else:
-        axes = torch.empty(0, rows, length, dtype=torch.int64)
-    axes = torch.cat([torch.arange(length).expand(1, rows, length), axes])
-    positions = axes.flatten(1)[:, None] if len(axes) > 1 else axes.flatten(1)
-    pack = {key: x.reshape(1, -1) if x.shape == (rows, length) else x for key, x in batch.items()}
-    wanted, found = outcome(model, batch), outcome(shared, pack | {"position_ids": positions}, sp.size)
-    return _errors((found[0].reshape(wanted[0].shape), *found[1:]), wanted)
-
-
-@pytest.mark.parametrize("name", each_then_rest(["qwen3_vl"], ["llava", "gemma3"]))
-def test_documents_of_a_pack_see_their_own_pictures(name):
-    for errors in on_ranks(2, packs, name):
-        assert max(errors.values()) < LIMIT, errors

@@ -76,6 +76,7 @@ def test_python_snippet_runs_by_its_command(snippet, tmp_path):
     check(snippet, scripts.launch(launcher, ranks, tmp_path, written(snippet, tmp_path), threads=1))
 
 
+@pytest.mark.whole
 def test_the_launcher_of_deepspeed_starts_it(tmp_path):
     """What needs no transformers: each process of a launch imports everything. It trains as one process does."""
     own_model = written(BY_NAME["own_model.py"], tmp_path)

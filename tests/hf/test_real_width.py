@@ -14,7 +14,7 @@ from ds_seqpar.deepspeed.config import Zero
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import TrainingStep
 from hf_integration import share_sequences
-from hf_integration.trainer.job import config_sizes
+from hf_integration.look.sizes import config_sizes
 from tests.hf.llama import llama
 from tests.hf.test_footprint import Within, resting, tensors
 from tests.launch import on_ranks

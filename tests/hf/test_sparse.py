@@ -10,6 +10,7 @@ from ds_seqpar.operators import sparse
 from ds_seqpar.operators.gathered import KIND, Piece
 from hf_integration import gathered_past, patch_attention
 from hf_integration.look.known import facts_of
+from hf_integration.look.sizes import model_sizes
 from hf_integration.model.patch import patch_by
 from tests.dist.ranks import make
 from tests.hf import conformance
@@ -55,6 +56,7 @@ def test_latents_and_keys_of_the_index_are_sent_once_and_the_gradients_of_latent
     index = config.index_head_dim * [*config.indexer_types].count("full")
     forward, backward = (tokens - own) * (layers * latent + index), own * (sp.size - 1) * layers * latent
     assert sp.comm.received[KIND] == rows * (forward + backward)
+    assert model_sizes(model).index.received(tokens, own, sp.size) == (forward, backward)  # as the planner says
 
 
 def layer():

@@ -10,7 +10,7 @@ from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import TrainingStep
 from hf_integration import mixers
-from hf_integration.trainer.job import model_sizes
+from hf_integration.look.sizes import model_sizes
 from tests.hf.every_type import tiny
 
 # type -> (layers, of them those that attend, that have a state or a convolution, that have an MLP)

@@ -15,7 +15,6 @@ import ds_seqpar
 from hf_integration.memory import tiled_modules
 from hf_integration.model import whole_calls
 from tests.dist.ranks import lacking, make, refusal
-from tests.grids import each_then_rest
 from tests.hf import trainers
 from tests.hf.families import batch_of, gradients, model_of
 from tests.hf.llama import MODES, adam, gap, llama, one_process, ragged, settings, small, update, with_lora
@@ -371,7 +370,8 @@ def compiled(asked):
     return gap(*found), output.logits is None, len(count), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("asked", each_then_rest([{"mlp_tiles": 2}], [TILES]), ids=len)
+@pytest.mark.whole
+@pytest.mark.parametrize("asked", [{"mlp_tiles": 2}, TILES], ids=len)
 def test_a_compiled_model_has_tiles(asked):
     ((difference, no_logits, tiles, graphs),) = on_ranks(1, compiled, asked, timeout=300)
     assert difference < 1e-5

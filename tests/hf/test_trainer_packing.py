@@ -86,6 +86,10 @@ def test_a_batch_says_where_its_documents_end():
         (lambda: PackingCollator()([]), ["batch", "one document", "got none"]),
         (lambda: PackingCollator()([{"input_ids": [1, 2], "labels": [1]}]), ["2 tokens", "1 labels"]),
         (lambda: PackingCollator()([{"input_ids": []}]), ["0 tokens", "0 labels"]),
+        (
+            lambda: PackingCollator()([{"input_ids": [1, 2], "pixel_values": torch.ones(4, 6)}]),
+            ["got pixel_values", "tokens_per_rank"],
+        ),
         (lambda: PackingCollator()([{"input_ids": [1, 0], "attention_mask": [1, 0]}]), ["padding", "attention_mask"]),
     ],
 )

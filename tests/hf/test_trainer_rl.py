@@ -19,11 +19,9 @@ import torch.nn.functional as F
 from datasets import Dataset
 from transformers import (
     ByT5Tokenizer,
-    CLIPImageProcessorPil,
     GenerationMixin,
     Lfm2ForCausalLM,
     LlamaForSequenceClassification,
-    LlavaProcessor,
     LogitsProcessorList,
     MixtralConfig,
     MixtralForCausalLM,
@@ -33,6 +31,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_integration import SequenceParallelMixin
 from hf_integration.families import unwrapped
+from hf_integration.inputs import TYPES
 from hf_integration.model.forward import patch_of
 from tests.dist.ranks import not_refused, refusal
 from tests.grids import each_then_rest
@@ -49,6 +48,8 @@ LENGTH, ENDS = 6, [1, *range(60, 110)]  # of completions; the tokens that end on
 class Keyed:
     """A trainer whose noise in sampling depends on the prompt, the number of its completion and the tokens before."""
 
+    first = 250  # the token that stands for the first completion of a prompt
+
     def _generate_single_turn(self, *args, **kwargs):
         model = unwrapped(self.model)
         before, generate = vars(model).get("generate"), model.generate
@@ -58,8 +59,9 @@ class Keyed:
             ids, mask = (F.pad(x, (1, 0)) for x in (input_ids, attention_mask))
             seen = Counter()
             for row, (prompt, first) in enumerate(zip(input_ids.tolist(), (1 - attention_mask).sum(1), strict=True)):
-                ids[row, first], mask[row, first] = 250 + seen[tuple(prompt)], 1
+                ids[row, first], mask[row, first] = self.first + seen[tuple(prompt)], 1
                 seen[tuple(prompt)] += 1
+            given |= {name: F.pad(given[name], (1, 0)) for name in {*TYPES} & {*given}}
             return generate(input_ids=ids, attention_mask=mask, **given)[:, 1:]
 
         model.generate = numbered
@@ -383,10 +385,6 @@ def calls_tools():
     return tokenizer
 
 
-def sees_images():
-    return LlavaProcessor(CLIPImageProcessorPil(), ByT5Tokenizer(extra_ids=0), patch_size=14)
-
-
 def broken(completions, **_):
     raise KeyError("no such answer")
 
@@ -404,7 +402,6 @@ WRONG = {
         lambda: {"use_transformers_continuous_batching": True},
         ["got use_transformers_continuous_batching"],
     ),
-    "images": (lambda: {"parts": {"processing_class": sees_images()}}, ["prompts of text", "its tokenizer"]),
     "too few rows": (lambda: {"num_generations": 16}, ["num_generations, 16", "got 4 x 1 x 2", "a group"]),
     "too few rows of an evaluation": (
         lambda: {"num_generations_eval": 8, "eval_strategy": "steps", "eval_steps": 1},

@@ -179,11 +179,15 @@ def private_uses(name):
             used += (getattr(node, "module", None) or "").split(".")
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             used = [x.value for x in node.args[1:2] if isinstance(x, ast.Constant)]
-        extends = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"
+        extends = isinstance(node, ast.Attribute) and _is_super(node.value)
         known = {*EXTENDED, *EXTENDED_OF_TRL, *EXTENDED_OF_ROLLOUTS, *EXTENDED_OF_VLLM} if extends else ours
         for word in used:
             if is_private(word) and word not in known and not word.startswith("_sequence_parallel"):
                 yield node.lineno, word
+
+
+def _is_super(node):
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "super"
 
 
 def test_private_names_are_used_nowhere_else():

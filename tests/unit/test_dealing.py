@@ -93,15 +93,44 @@ def test_ranks_have_whole_samples_but_for_the_longest_and_groups_equal_costs(kin
     tokens, groups, cap = step_of(kind, 1), 2, CAP // SIZE
     of = [COSTS.seconds([n]) for n in tokens]
     dealt = deal_by_length(tokens, of, groups, SIZE, cap)
-    costs_of_ranks, found = [], []
+    costs_of_ranks, found, waited = [], [], []
     for shared, whole in zip(*dealt, strict=True):
         assert all(sum(tokens[x] for x in pack) <= CAP for pack in shared)
         assert all(sum(tokens[x] for x in pack) <= cap for packs in whole for pack in packs)
         found += [x for pack in (*shared, *(x for packs in whole for x in packs)) for x in pack]
         part = sum(of[x] for pack in shared for x in pack) / SIZE
         costs_of_ranks += [part + sum(of[x] for pack in mine for x in pack) for mine in zip(*whole, strict=True)]
+        waited.append(part + sum(max(sum(of[x] for x in pack) for pack in packs) for packs in whole))
     assert sorted(found) == list(range(len(tokens)))
-    assert max(costs_of_ranks) <= 1.05 * sum(costs_of_ranks) / len(costs_of_ranks)
+    assert max(costs_of_ranks) <= max(waited) <= 1.05 * sum(costs_of_ranks) / len(costs_of_ranks)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 90), max_size=30), st.integers(1, 3), st.integers(2, 4), st.floats(1.0, 4.0))
+def test_ranks_share_what_does_not_fit_one_of_them(tokens, groups, size, sharing):
+    cap, of = -(-90 // size), [n + n * n / 7 for n in tokens]
+    dealt = deal_by_length(tokens, of, groups, size, cap, sharing)
+    of_shared = [x for packs in dealt.shared for pack in packs for x in pack]
+    of_whole = [x for packs in dealt.whole for by_rank in packs for pack in by_rank for x in pack]
+    assert sorted([*of_shared, *of_whole]) == list(range(len(tokens)))
+    assert all(sum(tokens[x] for x in pack) <= cap * size for packs in dealt.shared for pack in packs)
+    assert all(sum(tokens[x] for x in pack) <= cap for packs in dealt.whole for by_rank in packs for pack in by_rank)
+    assert {len(packs) for packs in (dealt.shared, dealt.whole)} == {groups}
+    assert {len(by_rank) for packs in dealt.whole for by_rank in packs} <= {size}
+    assert all(len({len(packs) for packs in of_groups}) == 1 for of_groups in dealt)
+
+
+@pytest.mark.parametrize("samples", [8, 24])
+def test_ranks_share_nothing_where_samples_divide_evenly(samples):
+    dealt = deal_by_length([100] * samples, [1.0] * samples, 2, 4, 100)
+    assert dealt.shared == [[], []]
+    assert all(len(pack) == 1 for packs in dealt.whole for by_rank in packs for pack in by_rank)
+
+
+def test_ranks_share_others_only_where_that_takes_less_than_waiting():
+    tokens, of = [100, 60, 60, 60], [100.0, 60.0, 60.0, 60.0]
+    assert deal_by_length(tokens, of, 1, 4, 100, sharing=1.0).shared != [[]]
+    assert deal_by_length(tokens, of, 1, 4, 100, sharing=3.0).shared == [[]]
 
 
 def test_a_sample_that_is_too_long_is_refused_with_the_length_that_fits():

@@ -41,7 +41,7 @@ def followed(asked, advice):
 RING = {"schedule": "ring", "layout": "zigzag", "rank_order": "ulysses_intra"}  # a short search
 # (request, what is advised among others)
 ASKED = [
-    (request(128, 60_000_000, given=RING), "512 ranks with 60000256 tokens"),
+    pytest.param(request(128, 60_000_000, given=RING), "512 ranks with 60000256 tokens", marks=pytest.mark.whole),
     (request(7919, 2**22, per_node=7919, model=SMALL), " ranks"),  # a prime: one rank a sequence
     (request(16, 1, model=SMALL, given={"size": 16}), "32 tokens"),
     (request(4, 16385, model=SMALL, given={"size": 4, "ulysses": 4}), "16388 tokens"),

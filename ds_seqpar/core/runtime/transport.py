@@ -320,6 +320,23 @@ class TorchComm:
         self._count("", 0, gathered[1:].nbytes)  # units of no plan, so no elements
         return gathered
 
+    def exchange_with_all(self, what: str, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> None:
+        """Exchange elements with the ranks that share the sequence, of whatever plan, and wait.
+
+        Args:
+            what: the operation, for errors.
+            kind: of the elements, for counting.
+            sent, received, sizes: as for `exchange`, in the order of the group of all ranks.
+        """
+        group, (outgoing, incoming), width = self.groups.sp, sizes, sent.element_size()
+        in_bytes = tuple(width * x for x in outgoing), tuple(width * x for x in incoming)
+        sent, received = sent.view(torch.uint8), received.view(torch.uint8)
+        with self.communication(what, group) as exchange:
+            works = _all_to_all(received, sent, in_bytes, group)
+        Works(exchange, works, [sent, received]).wait()
+        others = sum(incoming) - incoming[dist.get_rank(group)]
+        self._count(kind, others, others * width)
+
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return self.groups.collectives[ranks].order
 

@@ -1,1 +1,1 @@
-"""Checkpoints that are there as a whole, or not at all, and that runs in another world go on from."""
+"""Checkpoints that are written whole or not at all, and from which a run with another world size can resume."""

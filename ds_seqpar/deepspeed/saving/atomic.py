@@ -1,4 +1,4 @@
-"""Write a checkpoint so that it is there as a whole, or not at all, whenever a rank is killed.
+"""Write a checkpoint so that it is complete or absent, whenever a rank is killed.
 
 Ranks write into a folder beside it, sync their files to the disk and agree that every file is complete. Then one
 rename makes that folder the checkpoint.
@@ -47,7 +47,8 @@ class AtomicCheckpoint:
 
     @contextlib.contextmanager
     def keeping_errors(self, *written: Any) -> Iterator[None]:
-        """Context manager that keeps an exception for the end, since other ranks go on and wait for this one.
+        """Context manager that holds an exception back until the end, because other ranks continue and wait for this
+        one.
 
         Args:
             *written: What is being written: tensors, or what has some in it.
@@ -102,7 +103,8 @@ class AtomicCheckpoint:
 def atomic_checkpoint(
     group: dist.ProcessGroup, folder: Path, name: str, leads: bool, latest: bool = False
 ) -> Iterator[AtomicCheckpoint]:
-    """Context manager in which ranks write a checkpoint, which is there once it ends. Collective over all ranks.
+    """Context manager in which ranks write a checkpoint; the checkpoint appears when the context ends. Collective over
+    all ranks.
 
     Args:
         group: The group of all ranks.
@@ -147,7 +149,7 @@ def _agree(group: dist.ProcessGroup, checkpoint: AtomicCheckpoint) -> None:
 
 
 def recover(folder: Path, remove: bool = True) -> None:
-    """Put back what a killed save was about to replace in a folder of checkpoints, and remove what else it has left.
+    """Restore what a killed save was about to replace in a folder of checkpoints, and remove its other files.
 
     Only the run that saves there may remove it: others may look at a folder while one is being written.
     """
@@ -168,10 +170,10 @@ def _write_at_once(path: Path, text: str) -> None:
 
 
 def _why_nothing_can_be_written(folder: Path) -> str:
-    """Return why the system takes no more files in a folder, as "No space left on device"; "" where it does.
+    """Return why no file can be written in a folder, such as "No space left on device"; "" if one can.
 
-    torch, safetensors and numpy do not pass it on: of a full disk they say that a position is unexpected, or that a
-    stream has failed. What they have written by then still takes the room.
+    torch, safetensors and numpy hide this reason: on a full disk they report an unexpected position or a failed stream.
+    What they wrote until then still takes up the space.
     """
     if folder.is_dir():
         try:

@@ -64,7 +64,7 @@ class EngineCheckpoints:
         *,
         loader: Loader | None = None,
     ) -> bool:
-        """Save a checkpoint, which is there once all ranks have written theirs. Collective over all ranks.
+        """Save a checkpoint, which appears once all ranks have written their files. Collective over all ranks.
 
         Args:
             save: DeepSpeed's method.
@@ -115,7 +115,8 @@ class EngineCheckpoints:
         loader: Loader | None = None,
         **given: Any,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint, also one of another number of ranks, SP size or ZeRO stage. Collective over all ranks.
+        """Load a checkpoint, even if it was saved with another number of ranks, SP size or ZeRO stage. Collective over
+        all ranks.
 
         Loading the optimizer's states too continues the run: its random states and the place of its loader are
         restored.
@@ -134,7 +135,7 @@ class EngineCheckpoints:
             checkpoint yet.
 
         Raises:
-            ConfigError: On every rank, where the checkpoint is not whole, or the run cannot go on from it.
+            ConfigError: On every rank, if the checkpoint is incomplete or the run cannot resume from it.
         """
         engine, folder, group = self.engine, Path(load_dir), self.sp.control_world
         if self._leads:
@@ -170,7 +171,7 @@ class EngineCheckpoints:
 
     @property
     def _leads(self) -> bool:
-        """Whether this rank makes and renames folders: one of those that see the same ones."""
+        """Whether this rank creates and renames folders: one rank does so for each file system."""
         return (self.engine.local_rank if self.engine.use_node_local_storage() else self.engine.global_rank) == 0
 
     def _loader(self, given: Loader | None) -> Loader | None:
@@ -215,8 +216,8 @@ class EngineCheckpoints:
     # ---- looking before loading
 
     def _inspected(self, folder: Path, loader: Loader | None) -> tuple[dict[str, Any] | None, bool]:
-        """Return (the loop's state, whether the checkpoint must be converted). Raises ConfigError on every rank where
-        it is not whole or this run cannot go on from it."""
+        """Return (the loop's state, whether the checkpoint must be converted). Raises ConfigError on every rank if it
+        is incomplete or this run cannot resume from it."""
         engine, states = self.engine, None
         settings = DeepSpeedJson.read(engine.config).known
         run = LoadingRun(

@@ -303,7 +303,7 @@ class Direct(Counted):
 
 
 def _first_steps(rank: int, steps: Iterable[tuple[int, Pairs]], kinds: Iterable[tuple[str, int]]) -> dict[Unit, int]:
-    """Return foreign block of a rank's products -> the first of these steps that has it.
+    """Return, for each foreign block of a rank's products, the first step that needs it.
 
     Args:
         kinds: (kind of unit, its index in a pair).

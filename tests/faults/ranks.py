@@ -1,4 +1,4 @@
-"""What `benchmarks.faults` runs on a rank: training that saves, goes on from its last checkpoint, and may be killed."""
+"""What `tests.faults` runs on a rank: training that saves, goes on from its last checkpoint, and may be killed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Kills random ranks at random moments, and compares what goes on with runs that nobody interrupts.
 
-    python -m benchmarks.faults
-    python -m benchmarks.faults --kills 10 --changes 4 --results runs/faults.jsonl
-    python -m benchmarks.faults --table
+    python -m tests.faults
+    python -m tests.faults --kills 10 --changes 4 --results runs/faults.jsonl
+    python -m tests.faults --table
 
 A case is a run of 6 steps, which saves every second one. One of its ranks is killed (-9) in a step, in a save, or while
 a second run resumes. Then a run goes on from the last checkpoint. Ranks are gloo processes of this machine.
@@ -33,7 +33,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import tables
-from benchmarks.faults.ranks import BEGUN, PRINTED, RESUMING, SAVE_STEPS, SAVED, SAVING, STEPS, TRAINING, run
+from tests.faults.ranks import BEGUN, PRINTED, RESUMING, SAVE_STEPS, SAVED, SAVING, STEPS, TRAINING, run
 from tests.launch import on_ranks
 
 COLUMNS = ["case", "by", "ZeRO", "ranks", "killed in", "rank", "ended", "resumed at", "losses", "verdict"]

@@ -1,0 +1,178 @@
+"""Times a layer that picks latents by an index, and measures its memory: on a cluster in a box, or on one rank.
+
+    python -m benchmarks.sparse.layer --seq 4096
+    python -m benchmarks.sparse.layer --nodes 1 --seq 2048 -- fast pieces plain
+
+The layer is DeepSeek V3.2's attention, forward and backward, with its projections. By default latents, heads, their
+size and the number of picks are an eighth of that model's, so 4,096 and 16,384 tokens stand for eight times as many.
+Nodes, links, turns and the table are those of `cluster.layers`. Contenders:
+
+fast: the module runs once, and reads what it picks of the gathered latents.
+pieces: the module runs on 256 tokens at a time, with a cache that gathers, and makes keys and values of all tokens.
+dense: the index of `fast`, then PyTorch's attention to keys and values of all tokens, with a mask of what it picked.
+plain: the module as transformers runs it, on one rank.
+
+Each is compared first with `fast` in one process. Where rounding changes which keys are the last that an
+index picks, few rows differ, so the norm of all differences is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from transformers import DeepseekV32Config
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding
+
+from benchmarks import tables
+from benchmarks.cluster import layers
+from benchmarks.cluster import ranks as on_ranks
+from benchmarks.contenders import Spec
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.operators.gathered import Piece
+from ds_seqpar.operators.sparse import sparse_attention
+from hf_integration import gathered_past, sparse
+from hf_integration.context import SHARDED
+from hf_integration.module_patch import patched
+
+WAYS = ("fast", "pieces", "dense", "plain")
+
+
+def main() -> None:
+    on_ranks.end_by_exit()
+    args = arguments()
+    rows = layers.measure(args, reference(args), build)
+    print(f"\n{title(args)}\n\n{layers.table(rows, args)}", flush=True)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """given: the words of the command line; None: those of this process."""
+    parser = tables.parser(__doc__)
+    parser.add_argument("contenders", nargs="*", metavar="CONTENDER", type=way, default=[way(x) for x in WAYS[:3]])
+    on_ranks.options(parser, nodes=8, per_node=1)
+    parser.add_argument("--link", type=on_ranks.link, default="200mbit", help="of every node, out and in")
+    tables.add(parser, seq=4096, hidden=256, heads=16, head_dim=16, latent=64, index_heads=16, picks=256, rounds=3)
+    return on_ranks.checked(parser, given)
+
+
+def way(text: str) -> Spec:
+    """The type of an argument that is a contender."""
+    if text not in WAYS:
+        raise argparse.ArgumentTypeError(f"a contender must be one of {', '.join(WAYS)}; got {text!r}")
+    return Spec(text, None, {})
+
+
+def made(args: argparse.Namespace) -> tuple[DeepseekV32Attention, DeepseekV32RotaryEmbedding]:
+    """The module, with the same weights everywhere."""
+    torch.manual_seed(0)
+    config = DeepseekV32Config(
+        hidden_size=args.hidden, num_attention_heads=args.heads, num_key_value_heads=args.heads,
+        q_lora_rank=3 * args.latent, kv_lora_rank=args.latent, qk_rope_head_dim=args.head_dim // 2,
+        qk_nope_head_dim=args.head_dim, v_head_dim=args.head_dim, index_n_heads=args.index_heads,
+        index_head_dim=args.head_dim, index_topk=args.picks, max_position_embeddings=args.seq,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return DeepseekV32Attention(config, 0), DeepseekV32RotaryEmbedding(config)
+
+
+def inputs_of(rotary: DeepseekV32RotaryEmbedding, states: Tensor, positions: Tensor) -> dict[str, Any]:
+    given = {"hidden_states": states, "position_embeddings": rotary(states, positions[None])}
+    return given | {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
+
+
+def reference(args: argparse.Namespace) -> dict[str, Any]:
+    """The inputs, the output's gradient, and the results in one process, in fp32."""
+    module, rotary = made(args)
+    generator = torch.Generator().manual_seed(1)
+    states, do = (torch.randn(1, args.seq, args.hidden, generator=generator) for _ in range(2))
+    call = gathered_past.Pieces(module, None, (), inputs_of(rotary, states.requires_grad_(), torch.arange(args.seq)))
+    rows = min(gathered_past.ROWS, args.seq)
+    pieces = [Piece(start, min(rows, args.seq - start), start, 0) for start in range(0, args.seq, rows)]
+    out = gathered_past.at_once(call, pieces, list)[0]
+    out.backward(do)
+    return {"states": states.detach(), "do": do, "results": [out.detach(), states.grad]}
+
+
+# ---- on every rank
+
+
+@dataclasses.dataclass
+class Step(layers.Step):
+    """Forward and backward of this rank's tokens, with the gradients of weights."""
+
+    module: DeepseekV32Attention
+
+    @staticmethod
+    def error(found: Tensor, wanted: Tensor) -> float:
+        return ((found - wanted).norm() / wanted.norm()).item()
+
+    def run(self) -> list[Tensor]:
+        self.module.zero_grad()
+        (states,) = inputs = [x.detach().requires_grad_() for x in self.inputs]
+        out = self.layer(self.sp, *inputs)
+        out.backward(self.do)
+        assert states.grad is not None
+        return [out.detach(), states.grad]
+
+
+def build(spec: Spec, args: argparse.Namespace, folder: str) -> str | None:
+    """Makes the next step; None, or why it cannot run here."""
+    if spec.name == "plain" and dist.get_world_size() > 1:
+        return "the module as it is needs all tokens; give it one rank"
+    sp = SequenceParallel(SequenceParallelConfig(size=dist.get_world_size()))
+    module, rotary = made(args)
+    whole, positions = torch.load(Path(folder, "tensors"), mmap=True), sp.shard(torch.arange(args.seq), 0)
+    patched(module).selecting = [] if spec.name == "pieces" else [module]
+
+    def layer(sp: SequenceParallel | None, states: Tensor) -> Tensor:
+        assert sp is not None
+        given = inputs_of(rotary, states, positions)
+        if spec.name == "plain":
+            mask = torch.ones(args.seq, args.seq, dtype=torch.bool).tril()[None, None]
+            return module(**{**given, "attention_mask": mask})[0]
+        sparse.sparse_attention = dense if spec.name == "dense" else sparse_attention
+        return gathered_past._shared(sp, SHARDED, gathered_past.Pieces(module, None, (), given))[0]
+
+    inputs, do = [whole["states"][:, positions].contiguous()], whole["do"][:, positions].contiguous()
+    on_ranks.STEPS.append(Step(sp, layer, inputs, do, positions, module))
+    return None
+
+
+def dense(
+    q: Tensor,
+    latent: Tensor,
+    matrix: Tensor,
+    picks: Tensor,
+    pieces: list[Piece],
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`sparse_attention` as one product with a mask. Values are as wide as keys, so torch keeps no scores."""
+    widths, tokens = [q.shape[3], matrix.shape[2] - q.shape[3]], latent.shape[1]
+    k, v = torch.einsum("btc,hce->bhte", latent, matrix).split(widths, 3)
+    positions = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])[:, None]
+    at = picks.where(picks <= positions, tokens)
+    mask = torch.zeros(*picks.shape[:2], tokens + 1, dtype=torch.bool).scatter_(2, at, True)[:, None, :, :tokens]
+    wide = functional.pad(v, (0, widths[0] - widths[1]))
+    out = functional.scaled_dot_product_attention(q.transpose(1, 2), k, wide, attn_mask=mask, scale=scale)
+    return out[..., : widths[1]].transpose(1, 2)
+
+
+def title(args: argparse.Namespace) -> str:
+    width = args.latent + args.head_dim // 2 + args.head_dim
+    least = args.seq * (width + args.seq // args.world) * 4 / 2**20
+    return (
+        f"{on_ranks.places(args, args.link)}; {args.seq} tokens, {args.heads} heads of {args.head_dim}, a latent of "
+        f"{args.latent}, {args.index_heads} index heads, {args.picks} picks, fp32; latents and rows x tokens take "
+        f"{least:.0f} MiB; median of {args.rounds}"
+    )
+
+
+if __name__ == "__main__":
+    main()

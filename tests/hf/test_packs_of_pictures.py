@@ -1,0 +1,170 @@
+"""Packs of samples with pictures, by our own packing: what the plain model computes of each sample alone."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from hf_integration import share_sequences
+from hf_integration.look.media import media_batch
+from hf_integration.look.small import call, small_copy
+from tests.dist.ranks import not_refused, refusal
+from tests.hf.llama import IGNORE, array
+from tests.hf.media_types import model_of
+from tests.hf.pictures import LIMIT
+from tests.hf.test_trainer_pictures import examples, joined
+from tests.hf.trainers import make, trained
+from tests.launch import on_ranks, on_trainer_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+whole = pytest.mark.whole
+# of samples: the sizes of their pictures. Some fit a rank, others are shared; some have none
+ROWS = ((0,), (1, 0), (), (0,), (), (1,), (0, 0, 1), (), (1,), ())
+STEP = 5  # samples
+
+
+def model_and_samples(name):
+    model = small_copy(model_of(name))[0].train()
+    return model, examples(model, ROWS)
+
+
+def section_of(samples):
+    """Settings by which the longest sample is shared, and shorter ones need not be."""
+    return {"size": 2, "tokens_per_rank": max(x["input_ids"].shape[1] for x in samples) // 2 + 4, "prove": "never"}
+
+
+def plain(model, samples):
+    """(the loss of a step, its gradients): each sample alone, over the labels of all."""
+    count = sum(int((sample["labels"][:, 1:] != IGNORE).sum()) for sample in samples)
+    total = 0.0
+    for sample in samples:
+        given = {key: x for key, x in sample.items() if key != "labels"}
+        logits = call(model, **given).logits[0, :-1]
+        loss = F.cross_entropy(logits, sample["labels"][0, 1:], ignore_index=IGNORE, reduction="sum") / count
+        loss.backward()
+        total += loss.item()
+    return total, gradients(model)
+
+
+def gradients(model):
+    return {key: array(p.grad) for key, p in model.named_parameters() if p.grad is not None}
+
+
+def gap(found, wanted):
+    floor = 0.01 * max(abs(x).max() for x in wanted.values())
+    return max(abs(found[key] - x).max() / max(abs(x).max(), floor) for key, x in wanted.items())
+
+
+def packed(name):
+    """(the largest difference of a loss or gradient from the plain ones; how many packs and documents steps have)."""
+    model, samples = model_and_samples(name)
+    shared, largest, counts = copy.deepcopy(model), 0.0, []
+    sp = share_sequences(shared, **section_of(samples))
+    for number, packs in enumerate(sp.packs(DataLoader(samples, batch_size=STEP, collate_fn=joined))):
+        model.zero_grad()
+        shared.zero_grad()
+        wanted = plain(model, samples[number * STEP : (number + 1) * STEP])
+        losses = []
+        for batch in packs:
+            losses.append(shared(**batch).loss)
+            losses[-1].backward()
+        for p in shared.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        loss = sp.mean_loss(sum(losses))
+        largest = max(largest, abs(loss - wanted[0]) / wanted[0], gap(gradients(shared), wanted[1]))
+        counts.append((len(packs), sum(int((batch["position_ids"].flatten(0, -2)[0] == 0).sum()) for batch in packs)))
+    return largest, counts
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("qwen3_vl", 2), *(pytest.param(*case, marks=whole) for case in (("llava", 2), ("qwen3_vl", 4)))],
+)
+def test_packs_train_as_each_sample_alone(name, ranks):
+    for largest, counts in on_ranks(ranks, packed, name):
+        assert largest < LIMIT
+        assert len(counts) == 2
+        assert max(documents for _, documents in counts) > 2
+
+
+# the Trainer averages the batches of some classes, so that a step of packs is that of one batch
+GIVEN = {"max_steps": 4, "gradient_accumulation_steps": 1, "remove_unused_columns": False}
+GIVEN |= {"adam_epsilon": 1e-2, "train_sampling_strategy": "sequential"}
+
+
+def run(folder, name, sequences, is_packed, changes):
+    model, samples = model_and_samples(name)
+    section = section_of(samples) if is_packed else None
+    parts = {"train_dataset": samples * 4, "eval_dataset": samples[:2], "data_collator": joined}
+    trainer = make(folder, sequences, section, 2, model, parts, **{**GIVEN, **changes})
+    return trained(trainer).logs
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "changes"),
+    [
+        ("qwen3_vl", 2, {}),
+        pytest.param("qwen3_vl", 4, {}, marks=whole),
+        pytest.param("llava", 2, {"gradient_accumulation_steps": 2}, marks=whole),
+    ],
+)
+def test_the_trainer_logs_what_the_plain_one_does(name, ranks, changes, tmp_path):
+    (wanted,) = on_trainer_ranks(1, run, tmp_path / "plain", name, 8, False, changes)
+    assert len(wanted["loss"]) == 4
+    for found in on_trainer_ranks(ranks, run, tmp_path / "packed", name, 8 * 2 // ranks, True, changes):
+        for figure in ("loss", "grad_norm"):
+            assert found[figure] == pytest.approx(wanted[figure], rel=1e-5), figure
+
+
+def with_documents(sample, end):
+    """A sample whose second document begins behind so many tokens."""
+    positions = [torch.arange(end), torch.arange(sample["input_ids"].shape[1] - end)]
+    return sample | {"position_ids": torch.cat(positions)[None]}
+
+
+def on_one(sample):
+    return sample | {"pixel_values": sample["pixel_values"] + dist.get_rank()}
+
+
+def without_types(sample):
+    return {key: x for key, x in sample.items() if key != "mm_token_type_ids"}
+
+
+def with_pictures(sample):
+    return media_batch(small_copy(model_of("qwen3_vl"))[0], ((0,) * 8,))[0]
+
+
+# what is wrong -> (what is made of the first sample, words that every rank is told)
+WRONG = {
+    "several documents in a sample": (lambda sample: with_documents(sample, 3), ["one document each", "got one of 2"]),
+    "a document that begins inside a picture": (lambda sample: with_documents(sample, 8), ["whole pictures"]),
+    "other pictures on one rank": (on_one, ["samples of a step"]),
+    "no types of tokens": (without_types, ["the same entries for tokens"]),
+    "more tokens than ranks hold": (
+        lambda sample: media_batch(model_and_samples("qwen3_vl")[0], ((0,) * 8,))[0],
+        ["48"],
+    ),
+}
+
+
+def wrong_samples():
+    model, samples = model_and_samples("qwen3_vl")
+    sp, found = share_sequences(model, **section_of(samples)), {}
+    for name, (change, _) in WRONG.items():
+        loader = DataLoader([change(samples[0]), *samples[1:3]], batch_size=3, collate_fn=joined)
+        found[name] = *refusal(lambda loader=loader: next(iter(sp.packs(loader)))), 0
+    sp.close()
+    model = small_copy(model_of("granite_speech"))[0].train()
+    sp = share_sequences(model, **section_of(samples))
+    found["loss"] = *refusal(lambda: sp.packs(DataLoader(samples, batch_size=3, collate_fn=joined))), 0
+    return found
+
+
+def test_what_cannot_be_packed_is_refused_on_every_rank():
+    for found in on_ranks(2, wrong_samples):
+        assert not_refused(found, WRONG | {"loss": (None, ["num_items_in_batch", "GraniteSpeech"])}) == {}
