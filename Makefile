@@ -20,8 +20,9 @@ OLDEST := transformers==5.18.0
 LIGER := liger-kernel==0.8.5 bitsandbytes==0.50.2
 # whose newest releases `test-next` takes
 NEXT := torch transformers deepspeed accelerate peft trl
-# as many as cores here: each imports everything, and starts a server that ranks are forked from
-WORKERS ?= 2
+# one more than cores here, because ranks wait for one another and for time to pass; each worker imports everything, and
+# starts a server that ranks are forked from
+WORKERS ?= 3
 # an idle worker takes over tests that another has not begun: tests that start a launch are long
 PYTEST := python -m pytest --numprocesses $(WORKERS) --dist worksteal
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
