@@ -175,7 +175,7 @@ def test_what_cannot_be_shared_is_refused_where_it_must_be():
     for model, inputs, words in (
         (model_of("mistral", window=6), {}, ("windows and chunks of 16", "got one of 6")),
         (model_of("llama").train(), {}, ("without dropout",)),
-        (tiny("qwen3_next"), {}, ("layers without a state",)),
+        (tiny("qwen3_next"), {}, ("layers that have a state",)),
         (model_of("llama"), {"position_ids": torch.arange(16)[None].repeat(6, 1)}, ("got position_ids",)),
     ):
         if "without dropout" in words:
