@@ -115,7 +115,10 @@ class StepDealer:
             rows = [self._row(sample) for sample in samples]
             if len({frozenset(row.tensors) for row in rows}) > 1:
                 names = " and ".join(sorted({", ".join(sorted(row.tensors)) for row in rows}))
-                raise InputError(f"the samples of a step must have the same entries for tokens; got {names}")
+                raise InputError(
+                    f"the samples of a step must have the same entries for each token; got {names}, give all of them "
+                    "what one has"
+                )
             of_rows = [self.costs.seconds(row.documents) for row in rows]
             dealt = self.costs.deal([row.tokens for row in rows], of_rows, sp.data_size, self._chooses)
             agreed.value = {"samples": len(rows), "tokens": _digest(rows), "packs": str(Fingerprint.of(str(dealt)))}
