@@ -129,7 +129,7 @@ def all_packed(cases):
     return [packed(*case) for case in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_packs_train_as_the_plain_loop_does(ranks):
     expected = {case[1:3]: plain(*case[1:3]) for case in CASES[ranks]}
     for found in on_ranks(ranks, all_packed, CASES[ranks], timeout=200):
@@ -193,7 +193,7 @@ def by_engine(stage, kind):
     return losses, engine_weights(engine.module)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.whole), 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_packs_train_by_an_engine(stage):
     losses, _, weights = plain("chat")
     for found in on_engine_ranks(2, by_engine, stage, "chat", timeout=120):

@@ -27,14 +27,14 @@ def test_a_type_of_each_kind_is_exact():
     assert outcomes(FEW) == {name: dict.fromkeys(KINDS, EXACT) for name in FEW}
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [name for name in TYPES if name not in FEW])
 def test_every_type_is_exact_or_refused(model_type):
     words = outcomes([model_type])[model_type]
     assert {kind: found for kind, found in words.items() if not found.startswith(TOLD)} == {}
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FEW)
 def test_it_is_so_on_four_ranks(model_type):
     assert outcomes([model_type], world=4) == {model_type: dict.fromkeys(KINDS, EXACT)}

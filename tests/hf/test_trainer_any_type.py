@@ -50,7 +50,7 @@ def runs(folder, names, section, lora=True):
     [
         (STATES[:1], {"size": 2}, False),
         *(
-            pytest.param(*case, marks=pytest.mark.whole)
+            pytest.param(*case, marks=pytest.mark.slow)
             for case in [(STATES[1:], {"size": 2}, False), *((names, SECTION, True) for names in GROUPS)]
         ),
     ],

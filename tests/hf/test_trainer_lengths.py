@@ -47,7 +47,7 @@ STREAM = {"as_stream": True, "max_steps": 3, "eval_steps": 3, "accelerator_confi
 ONE = {"gradient_accumulation_steps": 1, "max_steps": 5, "eval_steps": 5}
 
 
-@pytest.mark.parametrize(("stage", "changes"), [pytest.param(2, [ONE, STREAM], marks=pytest.mark.whole), (3, [{}])])
+@pytest.mark.parametrize(("stage", "changes"), [pytest.param(2, [ONE, STREAM], marks=pytest.mark.slow), (3, [{}])])
 def test_two_ranks_train_as_one_plain_rank(stage, changes, tmp_path):
     cases = [(4, None, stage, of_case) for of_case in changes]
     plain = on_ranks(1, runs, tmp_path / "plain", cases)[0]
@@ -57,7 +57,7 @@ def test_two_ranks_train_as_one_plain_rank(stage, changes, tmp_path):
             same(one, of_plain)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_two_groups_train_as_two_plain_ranks(tmp_path):
     cases = [(2, None, 2, {}), (2, None, 3, STREAM), (2, None, 3, {"train_sampling_strategy": "group_by_length"})]
     plain = on_ranks(2, runs, tmp_path / "plain", cases)[0]

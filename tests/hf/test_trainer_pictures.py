@@ -32,7 +32,7 @@ from tests.hf.trainers import fields, make, split, trained
 from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-whole = pytest.mark.whole
+whole = pytest.mark.slow
 # patches in one dimension, also in other layers and with states; blocks; one size, split; tiles
 NAMES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3", "internvl", "llava", "smolvlm")
 # of examples, two of which are a batch: the sizes of their pictures. Of two groups one mostly has text alone
@@ -261,7 +261,7 @@ def own_loop(way):
     return largest, refusal(wrapped, **given) if way == "FSDP2" else None
 
 
-@pytest.mark.parametrize("way", ["DDP", pytest.param("FSDP2", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("way", ["DDP", pytest.param("FSDP2", marks=pytest.mark.slow)])
 def test_loops_of_ones_own_get_the_plain_gradients_where_a_group_has_text_alone(way):
     for largest, told in on_ranks(4, own_loop, way):
         assert largest < 1e-5
@@ -311,7 +311,7 @@ def wrong_runs(folder):
     return found
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_wrong_uses_of_the_trainer_end_in_a_sentence_on_every_rank(tmp_path):
     wrong = {**WRONG, "DPO": (None, ["DPOTrainer", "text alone", "pixel_values"])}
     for found in on_ranks(2, wrong_runs, tmp_path):
