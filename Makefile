@@ -44,7 +44,7 @@ demo: $(VENV)/.ready
 	python examples/demo.py $(if $(RANKS),--ranks $(RANKS)) $(if $(CONFIG),--config $(CONFIG)) --out $(OUT)
 
 test: $(VENV)/.ready
-	$(PYTEST) -m "not whole and not gpu" tests
+	$(PYTEST) -m "not slow and not gpu" tests
 	if $(HAS_GPU); then $(ON_GPU); fi
 
 gpu: $(VENV)/.ready
@@ -56,7 +56,7 @@ test-gpu: $(VENV)/.ready
 test-all: $(VENV)/oldest/.ready $(VENV)/liger/.ready
 	$(PYTEST) -m "not gpu" tests
 	if $(HAS_GPU); then $(ON_GPU); fi
-	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m "not whole and not gpu" tests/hf/test_trainer_*.py
+	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m "not slow and not gpu" tests/hf/test_trainer_*.py
 	PYTHONPATH=$(CURDIR)/$(VENV)/liger python -m pytest tests/hf/test_liger.py tests/hf/test_quantized.py
 
 # an environment of its own, upgraded each time; pip says that setup.cfg does not allow it
@@ -66,7 +66,7 @@ test-next:
 	python -m pip install --quiet --editable ".[dev]"
 	python -m pip install --quiet --upgrade $(NEXT)
 	python -m pip list --format=freeze | grep -E "^($(subst $() ,|,$(NEXT)))=="
-	$(PYTEST) -rfE -m "not whole and not gpu" tests
+	$(PYTEST) -rfE -m "not slow and not gpu" tests
 
 lint: $(VENV)/.ready
 	ruff check . && ruff format --check . && mypy

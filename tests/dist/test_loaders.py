@@ -99,7 +99,7 @@ def epochs(sizes, kinds, read_once):
         pytest.param(
             ["in order", "shuffled", "shuffled by workers", "stateful by a worker", "stateful stream", "stream"],
             False,
-            marks=pytest.mark.whole,
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -173,7 +173,7 @@ def by_torchrun(folder):
     return losses(text)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_signal_to_one_node_saves_by_torchrun(tmp_path):
     save_texts(tmp_path / "texts")
     seen = by_torchrun(tmp_path)

@@ -135,7 +135,7 @@ def all_packed(cases):
     return [packed(*case) for case in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_packs_train_as_the_plain_loop_does(ranks):
     expected = {case[1:3]: plain(*case[1:3]) for case in CASES[ranks]}
     for found in on_ranks(ranks, all_packed, CASES[ranks], timeout=200):
@@ -204,7 +204,7 @@ def test_layers_that_gather_keys_train_with_the_ulysses_size_of_a_pack():
         assert gap(found, expected) < 1e-6  # its attention casts to fp32
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt2", "opt"])
 def test_models_whose_configs_have_other_names_train_in_packs(model_type):
     expected = plain("chat", model_type=model_type)
@@ -237,7 +237,7 @@ def by_engine(stage, kind):
     return losses, engine_weights(engine.module)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.whole), 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_packs_train_by_an_engine(stage):
     losses, _, weights = plain("chat")
     for found in on_engine_ranks(2, by_engine, stage, "chat", timeout=120):

@@ -132,7 +132,7 @@ for cases in EACH.values():
         (2, [("llama", WAYS[2][0], "both"), ("gpt2", WAYS[2][2], "both"), ("opt", WAYS[2][3], "right")]),
         (1, [("llama", {}, "both")]),
         (4, [("llama", WAYS[4][4], "right"), ("experts", WAYS[4][8], "both")]),
-        *(pytest.param(ranks, cases, marks=pytest.mark.whole) for ranks, cases in EACH.items()),
+        *(pytest.param(ranks, cases, marks=pytest.mark.slow) for ranks, cases in EACH.items()),
     ],
 )
 def test_numbers_and_gradients_are_those_of_the_rows(ranks, cases):

@@ -32,7 +32,7 @@ from tests.hf.trainers import fields, make, split, trained
 from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-whole = pytest.mark.whole
+slow = pytest.mark.slow
 # patches in one dimension, also in other layers and with states; blocks; one size, split; tiles
 NAMES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3", "internvl", "llava", "smolvlm")
 # of examples, two of which are a batch: the sizes of their pictures. Of two groups one mostly has text alone
@@ -170,9 +170,9 @@ def assert_as_plain(folder, name, cases, shapes, batches):
     [
         ("qwen3_vl", [("checkpointed", 2)], [(4, 2)], 4),
         ("internvl", [("lora", 3)], [(2, 2)], 2),  # a step begins with text alone, which uses no tower
-        *(pytest.param(name, [*itertools.product(("full", "lora"), (2, 3))], SHAPES, 2, marks=whole) for name in NAMES),
+        *(pytest.param(name, [*itertools.product(("full", "lora"), (2, 3))], SHAPES, 2, marks=slow) for name in NAMES),
         *(
-            pytest.param(name, [*itertools.product(WAYS, (2, 3))], [(4, 2)], 4, marks=whole)
+            pytest.param(name, [*itertools.product(WAYS, (2, 3))], [(4, 2)], 4, marks=slow)
             for name in ("qwen3_vl", "gemma3")
         ),
     ],
@@ -253,7 +253,7 @@ def test_trls_sft_takes_pictures(tmp_path):
             assert found[name] == pytest.approx(values, rel=1e-5), name
 
 
-@whole
+@slow
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_packs_of_trls_have_pictures(kind, tmp_path):
     """Losses and norms: means over micro-batches are of others in packs."""
@@ -293,7 +293,7 @@ def own_loop(way):
     return largest, refusal(wrapped, **given) if way == "FSDP2" else None
 
 
-@pytest.mark.parametrize("way", ["DDP", pytest.param("FSDP2", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("way", ["DDP", pytest.param("FSDP2", marks=pytest.mark.slow)])
 def test_loops_of_ones_own_get_the_plain_gradients_where_a_group_has_text_alone(way):
     for largest, told in on_ranks(4, own_loop, way):
         assert largest < 1e-5
@@ -343,7 +343,7 @@ def wrong_runs(folder):
     return found
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_wrong_uses_of_the_trainer_end_in_a_sentence_on_every_rank(tmp_path):
     wrong = {**WRONG, "DPO": (None, ["DPOTrainer", "text alone", "pixel_values"])}
     for found in on_ranks(2, wrong_runs, tmp_path):
