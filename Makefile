@@ -20,8 +20,9 @@ OLDEST := transformers==5.18.0
 LIGER := liger-kernel==0.8.5 bitsandbytes==0.50.2
 # whose newest releases `test-next` takes
 NEXT := torch transformers deepspeed accelerate peft trl
-# as many as cores here: each imports everything, and starts a server that ranks are forked from
-WORKERS ?= 2
+# one more than cores here, because ranks wait for one another and for time to pass; each worker imports everything, and
+# starts a server that ranks are forked from
+WORKERS ?= 3
 # an idle worker takes over tests that another has not begun: tests that start a launch are long
 PYTEST := python -m pytest --numprocesses $(WORKERS) --dist worksteal
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -43,7 +44,7 @@ demo: $(VENV)/.ready
 	python examples/demo.py $(if $(RANKS),--ranks $(RANKS)) $(if $(CONFIG),--config $(CONFIG)) --out $(OUT)
 
 test: $(VENV)/.ready
-	$(PYTEST) -m "not whole and not gpu" tests
+	$(PYTEST) -m "not slow and not gpu" tests
 	if $(HAS_GPU); then $(ON_GPU); fi
 
 gpu: $(VENV)/.ready
@@ -55,7 +56,7 @@ test-gpu: $(VENV)/.ready
 test-all: $(VENV)/oldest/.ready $(VENV)/liger/.ready
 	$(PYTEST) -m "not gpu" tests
 	if $(HAS_GPU); then $(ON_GPU); fi
-	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m "not whole and not gpu" tests/hf/test_trainer_*.py
+	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m "not slow and not gpu" tests/hf/test_trainer_*.py
 	PYTHONPATH=$(CURDIR)/$(VENV)/liger python -m pytest tests/hf/test_liger.py tests/hf/test_quantized.py
 
 # an environment of its own, upgraded each time; pip says that setup.cfg does not allow it
@@ -65,7 +66,7 @@ test-next:
 	python -m pip install --quiet --editable ".[dev]"
 	python -m pip install --quiet --upgrade $(NEXT)
 	python -m pip list --format=freeze | grep -E "^($(subst $() ,|,$(NEXT)))=="
-	$(PYTEST) -rfE -m "not whole and not gpu" tests
+	$(PYTEST) -rfE -m "not slow and not gpu" tests
 
 lint: $(VENV)/.ready
 	ruff check . && ruff format --check . && mypy

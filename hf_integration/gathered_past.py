@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import types
 from collections import UserDict
@@ -25,7 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from ds_seqpar import SequenceParallel
 from ds_seqpar.base.compat import graph_task
 from ds_seqpar.base.errors import ConfigError, InputError, SeqParError, as_seqpar_error
+from ds_seqpar.core.runtime.runtime import Runtime
 from ds_seqpar.operators.gathered import NAME, Piece, gather, pieces_of, segments
+from ds_seqpar.operators.segments import Segments
 from ds_seqpar.operators.states import Tied
 
 from . import sparse
@@ -495,17 +498,20 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
     cut, peers = segments(runtime, call.tokens, *of), runtime.one_ring
     of_ranks = pieces_of(cut, ROWS)
 
-    def gather_all(xs: list[Tensor]) -> list[Tensor]:
-        of = [(str(x.dtype), tuple(x.shape[2:]), x.requires_grad) for x in xs]
-        sp.checker.check_deferred(NAME, {"tensors": of}, call=LAYER)
-        return gather(peers, xs, cut)
-
+    gather_all = functools.partial(gather_agreed, sp, peers, segments=cut)
     with _telling(sp, call.module):
         if cached is not None:
             return cached.selected(call, of_ranks) if selects else cached.gathered(call, of_ranks, gather_all)
         if selects:
             return at_once(call, of_ranks[peers.rank], gather_all)
         return in_pieces(call, of_ranks[peers.rank], gather_all, max(map(len, of_ranks)))
+
+
+def gather_agreed(sp: SequenceParallel, peers: Runtime, xs: list[Tensor], segments: Segments) -> list[Tensor]:
+    """Gather tensors as `operators.gathered` does, once ranks have agreed that all of them will."""
+    alike = [(str(x.dtype), tuple(x.shape[2:]), x.requires_grad) for x in xs]
+    sp.checker.check_deferred(NAME, {"tensors": alike}, call=LAYER)
+    return gather(peers, xs, segments)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Where the processor time of a test run goes, by test file and by cause.
 
-    python -m tests.costs -m "not whole" -n 2 tests        # all of pytest's own options
+    python -m tests.costs -m "not slow" -n 2 tests        # all of pytest's own options
 
 Ranks are forked from a server, so the shell's `time` does not count them; here each rank's time is read while it
 stands. As a pytest plugin (`-p tests.costs`, with TESTS_COSTS set to a folder) this module collects without the table.

@@ -9,17 +9,17 @@ import itertools
 import pytest
 from hypothesis import settings
 
-quick = False  # whether tests that are marked `whole` are left out; the root conftest knows
+quick = False  # whether tests that are marked `slow` are left out; the root conftest knows
 
 
 def few_then_rest(few, rest):
-    """pytest parameters: `few`, and marked `whole` the rest."""
-    return [pytest.param(few, id="few"), pytest.param(rest, id="rest", marks=pytest.mark.whole)]
+    """pytest parameters: `few`, and marked `slow` the rest."""
+    return [pytest.param(few, id="few"), pytest.param(rest, id="rest", marks=pytest.mark.slow)]
 
 
 def each_then_rest(few, rest):
-    """pytest parameters: each of `few`, and marked `whole` each of the rest."""
-    return [*few, *(pytest.param(value, marks=pytest.mark.whole) for value in rest)]
+    """pytest parameters: each of `few`, and marked `slow` each of the rest."""
+    return [*few, *(pytest.param(value, marks=pytest.mark.slow) for value in rest)]
 
 
 def examples(count):
@@ -72,7 +72,7 @@ def _chosen(cases):
 
 
 def grouped(group, legal=lambda case: True, few=None, large=lambda case: False, **axes):
-    """pytest parameters (name, cases): the cover, and marked `whole` the rest, each split by the axes in `group`.
+    """pytest parameters (name, cases): the cover, and marked `slow` the rest, each split by the axes in `group`.
 
     A group of cases is one test, so that pytest's own time for a case stays small. few: cases instead of the cover.
     large: whether a case takes long; of a group of these the rest is a cover, too.
@@ -86,7 +86,7 @@ def grouped(group, legal=lambda case: True, few=None, large=lambda case: False, 
     }
     return [
         *(pytest.param(members, id=name) for name, members in _split(few, group).items()),
-        *(pytest.param(members, id=name, marks=pytest.mark.whole) for name, members in thinned.items()),
+        *(pytest.param(members, id=name, marks=pytest.mark.slow) for name, members in thinned.items()),
     ]
 
 

@@ -246,6 +246,8 @@ def _rank(rank, world, folder, port, patience, environment, pipe, stdin):
     import torch
     import torch.distributed as dist
 
+    # what launched ranks have: a loader's worker would come from a server that imports everything anew
+    multiprocessing.set_start_method("fork", force=True)
     if plants.PLANTED in os.environ:
         plants.plant(*json.loads(os.environ[plants.PLANTED]))
     torch.set_num_threads(1)

@@ -105,7 +105,8 @@ class Answer(NamedTuple):
         line += (
             f"; pictures: {number} of {of_each:,} tokens and {patches:,} patches are {number * of_each / seq:.1%} of "
         )
-        line += f"a sequence, and a rank computes {pictures.of_rank(self.config)} of them"
+        batch = self.inputs.job.batch or 1
+        line += f"a sequence, and a rank computes {pictures.of_rank(self.config, batch)} of {batch * number}"
         if self.inputs.machine is None:
             return [line]
         step = self.inputs.job.step(self.config, self.inputs.world, self.inputs.machine.gpus)

@@ -141,9 +141,11 @@ def _lines(packed: Packed) -> Iterator[str]:
     widest = max(sum(part.tokens for part in parts) for packs in packed.packs for x in packs for parts in x.parts)
     for group, packs in enumerate(packed.packs):
         for number, pack in enumerate(packs):
-            shared, size = f"{len(pack.cut)} shared" if pack.cut else "all whole", pack.ulysses
-            yield f"group {group}, micro-batch {number}: {len(pack.documents)} documents, {shared}, Ulysses {size}"
-            works, rows = packed.costs.works(pack), []
+            cut, size, works, rows = len(pack.cut), pack.ulysses, packed.costs.works(pack), []
+            yield (
+                f"group {group}, micro-batch {number}: documents: {len(pack.documents)}, of them on several CP ranks: "
+                f"{cut}; Ulysses {size}"
+            )
             mean = sum(works) / len(works) or 1.0
             for rank, (parts, work) in enumerate(zip(pack.parts, works, strict=True)):
                 held = sum(part.tokens for part in parts)

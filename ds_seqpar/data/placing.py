@@ -66,7 +66,7 @@ class Pack:
                     found.append(Part(document, first - low, run.step, tokens))
         return found
 
-    @property
+    @functools.cached_property
     def cut(self) -> set[int]:
         """The numbers of the documents that several CP ranks hold."""
         holders = Counter(document for parts in self.parts for document in {part.document for part in parts})

@@ -79,7 +79,7 @@ def tower_seconds(step: TrainingStep, machine: Machine) -> float:
         return 0.0
     again = dataclasses.replace(config, recompute_attention=True)  # checkpoints keep nothing of a tower's attention
     pair, token = work(dataclasses.replace(step, model=tower.layers, config=again), machine)
-    number = step.batch * pictures.of_rank(config)
+    number = pictures.of_rank(config, step.batch)
     received = step.batch * pictures.number * pictures.tokens * step.model.hidden * ITEMSIZE[step.dtype]
     received = 0 if config.divide_media is False else received * (config.size - 1) // config.size
     seconds = number * pictures.patches * (pair * tower.pairs(pictures.patches) + token)

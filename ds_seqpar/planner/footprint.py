@@ -200,7 +200,7 @@ class _StepMemory:
         if tower is None or pictures is None:
             return None
         alone = SequenceParallelConfig(recompute_attention=True, size=1).resolve(step.world)
-        seq = pictures.of_rank(self.config) * pictures.patches * step.batch
+        seq = pictures.of_rank(self.config, step.batch) * pictures.patches
         return _StepMemory(TrainingStep(
             model=tower.layers, config=alone, world=step.world, seq=seq, dtype=step.dtype, zero=step.zero,
             checkpointing=step.checkpointing, on_gpu=step.on_gpu,

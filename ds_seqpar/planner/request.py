@@ -72,9 +72,10 @@ class Pictures(NamedTuple):
     tokens: int  # that the features of one take the places of
     patches: int  # of one
 
-    def of_rank(self, config: SequenceParallelConfig) -> int:
-        """Return how many a rank computes of a sequence's; one that has none left computes one too."""
-        return self.number if config.divide_media is False else -(-self.number // config.size)
+    def of_rank(self, config: SequenceParallelConfig, batch: int) -> int:
+        """Return how many a rank computes of those of `batch` sequences; one that has none left computes one too."""
+        number = batch * self.number
+        return number if config.divide_media is False else -(-number // config.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

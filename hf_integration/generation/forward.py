@@ -33,7 +33,7 @@ from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.data.batch_layout import BatchLayout
 from ds_seqpar.data.inputs import InputSpec
 from ds_seqpar.data.value_checks import ValueChecks
-from ds_seqpar.operators.gathered import Piece, gather
+from ds_seqpar.operators.gathered import Piece
 from ds_seqpar.operators.segments import Segments, segments_of
 
 from .. import gathered_past
@@ -239,7 +239,7 @@ class CachedForward:
             def keep(what: str, x: Tensor) -> Tensor:
                 taken[what].append(x)
                 old = held[what].part(rows, 0, row.kept(sp.rank))[0][:, :, 0] if row.tokens else x[:, :0]
-                return gather(peers, [torch.cat([old, x], 1)], self._segments(row))[0]
+                return gathered_past.gather_agreed(sp, peers, [torch.cat([old, x], 1)], self._segments(row))[0]
 
             return gathered_past.at_once(part, self._pieces(of_ranks, row), list, keep)
 

@@ -226,9 +226,9 @@ def _tower(model: PreTrainedModel, stack: nn.Module, towers: list[PreTrainedMode
     wanted = getattr(model.config, "vision_config", None)
     tower = max(towers, key=lambda x: (x.config is wanted, _elements(x)))
     config, layers = tower.config, _layers_in(tower)
-    if layers is None:
-        return None
     hidden = number_of(config, "hidden_size")
+    if layers is None or not hidden:
+        return None
     heads = number_of(config, "num_attention_heads") or number_of(config, "num_heads") or 1
     width, matrices = _mlp(layers[-1], hidden, number_of(config, "intermediate_size"))
     merge, full = number_of(config, "spatial_merge_size"), number_of(config, "fullatt_block_indexes")

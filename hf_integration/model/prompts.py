@@ -97,7 +97,7 @@ def _balances(model: Any, inputs: Mapping[str, Any]) -> bool:
 def _refusal(model: Any, facts: Facts, inputs: Mapping[str, Any]) -> str:
     """Return "NEEDED; got GIVEN" for a call whose rows must be computed as they are; "" for others."""
     if facts.mixers or facts.gathered:
-        return "layers without a state, which do not gather keys either; got a model that has others"
+        return "a model without layers that have a state or gather keys; got one with some"
     columns = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
     if narrow := [length for _, length in masks(model, facts) if length is not None and length < columns]:
         return f"windows and chunks of {columns} tokens or more, as rows have; got one of {narrow[0]}"

@@ -35,6 +35,7 @@ class Evaluation(Behind):
     _eval_steps: dict[str, int]
     _preprocess: Any
     _watch: Any
+    _weight: float
 
     def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
         length, error = len(dataloader) if has_length(dataloader) else None, checks.loader_error(dataloader)
@@ -93,11 +94,15 @@ class Evaluation(Behind):
     def _counted_loss(
         self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        """Call the class's `compute_loss`, in evaluation with the step's count, where the Trainer passes none."""
+        """Call the class's `compute_loss`, in evaluation with the step's count, where the Trainer passes none.
+
+        A pack of pairs has a weight.
+        """
         items = None if checks.has_custom_loss(self) else inputs.pop("num_items_in_batch", None)
         if num_items_in_batch is None and items is not None:
             num_items_in_batch = torch.tensor(items * self.sp.data_size, device=self.args.device)
-        return self._class_compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        loss = self._class_compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        return loss if self._weight == 1 else loss * self._weight
 
     def _unrepeated_labels(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the labels, with -100 for examples that fill up the last batch."""

@@ -71,7 +71,7 @@ class Packed(Behind):
     """Part of `SequenceParallelMixin` that trains on packs."""
 
     _counts: Sequence[float] = ()  # of each pack of the step, its pairs over those of a plain batch
-    _weight = 1.0  # of the pack that is trained on
+    _weight = 1.0  # by which the loss of the pack that is trained on counts
 
     @property
     def _is_packed(self) -> bool:
@@ -134,10 +134,6 @@ class Packed(Behind):
             agreed.value = {"pairs of each pack": str(counts), "tokens": str(contents)}
         self._counts = counts
         return packs
-
-    def _counted_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super()._counted_loss(*args, **kwargs)
-        return loss if self._weight == 1 else loss * self._weight
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(inputs, PacksOfStep):

@@ -166,7 +166,7 @@ def check_half(sp):
             assert error(found, wanted) <= 2 * error(single, whole_wanted)
 
 
-RANKS = (1, 1), (2, 1), (3, 3), (4, 2), pytest.param(8, 2, marks=pytest.mark.whole)
+RANKS = (1, 1), (2, 1), (3, 3), (4, 2), pytest.param(8, 2, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("size", "ulysses"), RANKS)

@@ -65,8 +65,8 @@ MESH = {"ulysses": 1, "schedule": "attention2d", "rows": 2, "cols": 2}
     [
         (2, 6, {"ulysses": 2}),
         (4, 2, MESH),
-        pytest.param(2, 48, {"ulysses": 2}, marks=pytest.mark.whole),
-        pytest.param(4, 16, MESH, marks=pytest.mark.whole),
+        pytest.param(2, 48, {"ulysses": 2}, marks=pytest.mark.slow),
+        pytest.param(4, 16, MESH, marks=pytest.mark.slow),
     ],
 )
 @on_each_of("ranks", keep=None)

@@ -37,7 +37,7 @@ def test_bytes_on_links_are_the_plans():
 
 
 @needs_network
-@pytest.mark.whole  # three sets of ranks; bytes of attention are seen above
+@pytest.mark.slow  # three sets of ranks; bytes of attention are seen above
 @pytest.mark.parametrize(("step", "contenders"), [
     ("prefill", ["ring", "attention2d=2,2"]),
     ("continue", ["ring", "ring+rotate_forward=q", "ring+rotate_forward=kv"]),
@@ -56,7 +56,7 @@ def test_generation_over_links(step, contenders):
 
 
 @needs_network
-@pytest.mark.whole  # three sets of ranks
+@pytest.mark.slow  # three sets of ranks
 @pytest.mark.parametrize(("kind", "contenders"), [
     ("delta", ["u4+recurrent_layers=heads", "ring+recurrent_layers=states"]),
     ("decay", ["u2/ring+recurrent_layers=heads", "ring+layout=contiguous+recurrent_layers=states"]),
@@ -73,7 +73,7 @@ def test_layers_over_links(kind, contenders):
 
 
 @needs_network
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_layer_that_picks_keys_over_links():
     """Results are compared with those of one process by the benchmark itself. All send the same, `pieces` at once."""
     args = layer.arguments(["--nodes", "4", "--rounds", "1", "--seq", "512", "--picks", "32"])
@@ -86,7 +86,7 @@ def test_a_layer_that_picks_keys_over_links():
 
 @pytest.mark.usefixtures("compiled")  # DeepSpeed is among them
 @needs_network
-@pytest.mark.whole  # two trainings over links; bytes of attention are seen above
+@pytest.mark.slow  # two trainings over links; bytes of attention are seen above
 @pytest.mark.parametrize(("per_node", "ours", "links"), [(1, "ring", "1gbit"), (2, "u2/ring", "200mbit 1gbit")])
 def test_training_steps_over_links(per_node, ours, links):
     """Losses are compared by the benchmark itself, which ends where they differ."""

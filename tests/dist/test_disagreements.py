@@ -112,7 +112,7 @@ def assert_told(sp, words_of=lambda number: ()):
     assert wrong == {}, wrong
 
 
-@pytest.mark.parametrize("ulysses", [1, pytest.param(2, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("ulysses", [1, pytest.param(2, marks=pytest.mark.slow)])
 @on_each_of(2, timeout=SECONDS)
 def test_every_rank_is_told_before_anything_is_computed_of_it(ulysses):
     sp = make(ulysses=ulysses)

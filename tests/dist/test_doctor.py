@@ -222,7 +222,7 @@ GRID = [
 ]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @on_each_of(4, timeout=500)
 def test_what_is_right_passes():
     for settings in GRID:

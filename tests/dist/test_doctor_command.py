@@ -49,14 +49,14 @@ def test_a_model_on_two_ranks(tmp_path):
     assert_sound(*examined(2, *words))
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 1])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_of_the_repository_passes(ranks, config):
     assert_sound(*examined(ranks, "--deepspeed_config", config))
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_fault_is_in_the_table_and_in_the_exit_code():
     code, findings = examined(2, "--set", "ulysses=1", fault="local position ids")
     assert code == 1
@@ -66,7 +66,7 @@ def test_a_fault_is_in_the_table_and_in_the_exit_code():
     assert not missing(out, "FAIL  batches", "what to do", "FAIL  optimizer step", "gradients are 2 times", "2 failed")
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_what_cannot_be_examined_is_told_by_exit_code_2(tmp_path):
     for words, sentence in (
         (["--set", "size=3"], "size must divide"),

@@ -76,7 +76,7 @@ def test_the_end_waits_for_gloos_threads_but_not_for_ever():
 BUSY = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
 
 
-@pytest.mark.parametrize(("ranks", "busy"), [(2, 0), pytest.param(6, 4, marks=pytest.mark.whole)])
+@pytest.mark.parametrize(("ranks", "busy"), [(2, 0), pytest.param(6, 4, marks=pytest.mark.slow)])
 def test_a_refusal_ends_every_rank_by_exit_code_1(ranks, busy, tmp_path):
     """It was SIGABRT, "terminate called without an active exception", on one rank of four. No rank ends before another
     has printed the sentence, for a launcher ends all ranks after the first."""
@@ -126,7 +126,7 @@ SequenceParallel(SequenceParallelConfig(size=2)).attention(q, q, q, scale=1.0 + 
 """
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "options", "copies"),
     [("deepspeed", [], 1), ("torchrun", [], 2), ("accelerate", ["--use_deepspeed"], 2)],
@@ -175,7 +175,7 @@ def loses_a_rank(folder, call):
     raise AssertionError("nobody noticed")
 
 
-@pytest.mark.parametrize("call", [ours_and_torchs, in_a_collective, pytest.param(in_ddp, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("call", [ours_and_torchs, in_a_collective, pytest.param(in_ddp, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_told_once(call, tmp_path):
     """It was 635 lines of 4 ranks, and in torch's own calls gloo's text of a socket."""
     ended = on_ranks(4, loses_a_rank, tmp_path, call.__name__, check=False)

@@ -65,7 +65,7 @@ def _full(sp, whole, sinks):
     return [out.detach(), lse.detach(), *(x.grad for x in local), sinks.grad]
 
 
-@pytest.mark.parametrize("cases", [COVER, pytest.param(WHOLE, marks=pytest.mark.whole)], ids=["cover", "whole"])
+@pytest.mark.parametrize("cases", [COVER, pytest.param(WHOLE, marks=pytest.mark.slow)], ids=["cover", "whole"])
 def test_stages_are_exact(cases):
     cases = [case for case in cases if legal(case)]
     for found in on_ranks(4, errors, cases, timeout=500):

@@ -115,7 +115,7 @@ def test_the_latent_of_deepseek_v3_is_a_twentieth_of_its_keys_at_most():
     assert 0 < 20 * received[0] <= received[1]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
 @on_each_of(4)
 def test_memory_is_what_the_program_says(ulysses):

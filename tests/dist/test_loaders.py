@@ -46,10 +46,7 @@ def plain(kind, **changes):
     if stateful:
         from torchdata.stateful_dataloader import StatefulDataLoader
     loader = StatefulDataLoader if stateful else DataLoader
-    # tensors would come from workers by a socket each; workers not forked here would each import everything
-    changes |= {"batch_size": BATCH, "collate_fn": list}
-    if changes.get("num_workers"):
-        changes["multiprocessing_context"] = "fork"
+    changes |= {"batch_size": BATCH, "collate_fn": list}  # tensors would come from workers by a socket each
     if kind.endswith("stream"):
         return loader(Stream(), **changes)
     return loader(Numbers(), shuffle="in order" not in kind, **changes)
@@ -102,7 +99,7 @@ def epochs(sizes, kinds, read_once):
         pytest.param(
             ["in order", "shuffled", "shuffled by workers", "stateful by a worker", "stateful stream", "stream"],
             False,
-            marks=pytest.mark.whole,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -181,9 +178,7 @@ WRONG = {
         ["cannot read shard 7"],
     ),
     "fails in workers": (
-        lambda sp, rank: list(
-            sp.loader(DataLoader(Failing(2, 900), 100, num_workers=1, multiprocessing_context="fork"), True)
-        ),
+        lambda sp, rank: list(sp.loader(DataLoader(Failing(2, 900), 100, num_workers=1), True)),
         ["loading data failed", "cannot read shard 7"],
     ),
     "cannot be sent": (

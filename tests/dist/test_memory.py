@@ -74,7 +74,7 @@ FEW_STAGES = ("ring, 1 head chunks, kept", "u2r2, 2 head chunks, kept")
 
 
 def names(table, few):
-    return [pytest.param(name, marks=[] if name in few else pytest.mark.whole) for name in table]
+    return [pytest.param(name, marks=[] if name in few else pytest.mark.slow) for name in table]
 
 
 def _measured(setting, mask, kv_heads, kept=None):

@@ -24,7 +24,7 @@ DECLARED = [((6, 3), torch.float64), ((5, 1), torch.float32)]
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype"), [((5, 1), torch.bfloat16), *(pytest.param(*case, marks=pytest.mark.whole) for case in DECLARED)]
+    ("heads", "dtype"), [((5, 1), torch.bfloat16), *(pytest.param(*case, marks=pytest.mark.slow) for case in DECLARED)]
 )
 @on_each_of(2, keep=None)
 def test_ops_are_what_they_declare(heads, dtype):
@@ -72,7 +72,7 @@ def test_no_cuda_graph_records_an_op():
 
 
 # what inductor makes of an op follows from what that declares, which is tested above
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_each_of(2, timeout=300, keep=None)
 def test_compiled_attention_is_one_graph(backend):
     """A function around attention, called again with other sizes."""

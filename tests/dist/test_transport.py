@@ -188,7 +188,7 @@ def on_the_wire(config, dtype):
     (2, {"ulysses": 1, **RING}, torch.bfloat16),
     (2, {"ulysses": 2}, torch.float32),
     (4, {"ulysses": 1, **MESH, **Q, "overlap": True}, torch.float32),
-    pytest.param(4, {"ulysses": 1, **GRID}, torch.bfloat16, marks=pytest.mark.whole),
+    pytest.param(4, {"ulysses": 1, **GRID}, torch.bfloat16, marks=pytest.mark.slow),
 ], ids=["ring", "ulysses", "mesh", "attention2d"])  # fmt: skip
 def test_bytes_on_the_wire_are_those_counted(ranks, settings, dtype):
     results = on_ranks(ranks, on_the_wire, settings, dtype, keep=None)

@@ -9,7 +9,7 @@ from tests.fuzz.run import Pools, Tried, fuzz
 
 
 def counts(few, many):
-    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.whole)])
+    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
 @counts(30, 400)

@@ -155,7 +155,7 @@ def with_deepspeed(size, stage, groups):
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     ("stage", "groups"),
-    [(2, 1), *(pytest.param(stage, groups, marks=pytest.mark.whole) for stage in (1, 3) for groups in (1, 2))],
+    [(2, 1), *(pytest.param(stage, groups, marks=pytest.mark.slow) for stage in (1, 3) for groups in (1, 2))],
 )
 def test_accelerates_deepspeed_counts_groups(stage, groups):
     """Its Accelerator has a ParallelismConfig, which says the size once more."""

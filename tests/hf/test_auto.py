@@ -241,7 +241,7 @@ def objectives(folder):
     return {name: (x.batch, x.objective) for name, x in job.items()}
 
 
-@pytest.mark.whole  # three Trainers of trl's, for what is read of them
+@pytest.mark.slow  # three Trainers of trl's, for what is read of them
 def test_a_trainer_of_trls_says_what_its_steps_compute(tmp_path):
     trl_runs.save_examples(tmp_path)
     (found,) = on_ranks(1, objectives, tmp_path)

@@ -49,7 +49,7 @@ def test_two_runs_are_bitwise_the_same():
     on_ranks(2, twice, [{"size": 2, "ulysses": 1}], ["3"], {})
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
 def test_two_runs_of_every_schedule_are_bitwise_the_same(size):
     sections = sections_of(size, SCHEDULES)

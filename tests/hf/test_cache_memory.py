@@ -60,7 +60,7 @@ def test_a_rank_keeps_its_part():
 
 
 # Ulysses degrees below, equal to and above the number of key/value heads
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "section", "new"), [(2, "zigzag", 1000), (4, "u2r2", 10), (4, "u4", 10)])
 def test_a_rank_keeps_its_part_after_many_tokens(world, section, new):
     assert_in_parts(world, SECTIONS[world][section], 1030, new)

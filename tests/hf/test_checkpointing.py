@@ -73,7 +73,7 @@ def engines(cases):
     return found
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_engines_attend_once_and_send_once():
     for found in on_ranks(WORLD, engines, CASES, timeout=500):
         for case, ways in zip(CASES, found, strict=True):

@@ -92,7 +92,7 @@ def changed(script):
     return script.replace(IMPORT, IMPORT + OURS)
 
 
-@pytest.mark.parametrize("launcher", ["forked", pytest.param("accelerate", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("accelerate", marks=pytest.mark.slow)])
 def test_ulysses_by_accelerate_is_read_from_a_script_and_from_a_yaml(launcher, tmp_path):
     """The plain script alone, without a ParallelismConfig; changed by its Trainer's class on 2 ranks; without one, as
     accelerate's launcher starts it with a YAML that says it."""

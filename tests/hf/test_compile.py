@@ -42,7 +42,7 @@ ALL = {"head_chunks": 2, "overlap": True}
     ("degree", "checkpointing", "section"),
     [
         (2, True, ALL),
-        *(pytest.param(*given, marks=pytest.mark.whole) for given in ((1, False, {}), (2, False, {}), (2, False, ALL))),
+        *(pytest.param(*given, marks=pytest.mark.slow) for given in ((1, False, {}), (2, False, {}), (2, False, ALL))),
     ],
 )
 def test_a_compiled_patched_model_is_one_graph_and_refuses_what_an_eager_one_does(degree, checkpointing, section):
@@ -109,7 +109,7 @@ def compiled_refusals():
     }
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_compiled_model_refuses_all_that_an_eager_one_does():
     for told in on_ranks(2, compiled_refusals, timeout=300):
         for words, (kind, message) in told.items():
@@ -138,9 +138,9 @@ def engine_compiled(stage, how, backend):
     ("stage", "how", "backend"),
     [
         ("2", "model", "eager"),
-        pytest.param("2", "engine", "eager", marks=pytest.mark.whole),
-        *(pytest.param("2", how, "aot_eager", marks=pytest.mark.whole) for how in ("model", "engine")),
-        pytest.param("3", "engine", "aot_eager", marks=pytest.mark.whole),
+        pytest.param("2", "engine", "eager", marks=pytest.mark.slow),
+        *(pytest.param("2", how, "aot_eager", marks=pytest.mark.slow) for how in ("model", "engine")),
+        pytest.param("3", "engine", "aot_eager", marks=pytest.mark.slow),
     ],
 )
 def test_zero_engines_with_compiled_models(stage, how, backend):
@@ -164,7 +164,7 @@ def trainer_compiled(folder, stage):
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_trainer_takes_torch_compile(stage, tmp_path):
     for eager, compiled in on_ranks(2, trainer_compiled, str(tmp_path), stage, timeout=500):
@@ -192,6 +192,6 @@ def compiled_for_many(count):
     return max(errors)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_compiled_model_takes_pack_after_pack():
     assert max(on_ranks(2, compiled_for_many, 5, timeout=300)) < 1e-5

@@ -40,20 +40,20 @@ def test_a_model_with_latents(way):
     assert_exact(LATENTS[:1], way, FEW, CALLS[:1])
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [STATES[:7], STATES[7:]], ids="-".join)
 @pytest.mark.parametrize("way", PASSED[:4], ids=str)
 def test_every_model_with_a_state(types, way):
     assert_exact(types, way)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("way", TRAVELED, ids=str)
 def test_every_model_with_latents(way):
     assert_exact(LATENTS, way)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "way"),
     [

@@ -140,7 +140,7 @@ def test_what_takes_long_says_how_long_it_has_been(capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_prepare_compiles_aloud(lock):
     words = [sys.executable, "-m", "ds_seqpar", "prepare"]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=600)

@@ -126,7 +126,7 @@ def all_cases():
     return cases | dict.fromkeys(("few", "frozen"), of_type(FLAT, FEW))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_the_plain_ones_and_each_picture_is_computed_once(world):
     cases = {name: case for name, case in all_cases().items() if world == 2 or name in OF_IDLE[4]}
     for found in on_ranks(world, cases_agree, cases):

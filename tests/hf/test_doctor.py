@@ -194,7 +194,7 @@ def before_training(stage):
     return without, examined, refused
 
 
-@pytest.mark.parametrize("stage", ["2", *(pytest.param(stage, marks=pytest.mark.whole) for stage in ("0", "1", "3"))])
+@pytest.mark.parametrize("stage", ["2", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("0", "1", "3"))])
 def test_it_examines_before_the_first_step_and_changes_nothing(stage):
     for without, examined, (kind, sentence) in on_engine_ranks(2, before_training, stage):
         assert repr(without[1:]) == repr(examined[1:])
@@ -221,7 +221,7 @@ def plain_losses(stage):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_trainer_examines_before_its_first_step(tmp_path, monkeypatch, stage):
     monkeypatch.chdir(tmp_path)
@@ -248,7 +248,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @on_each_of(2, keep="deepspeed")
 def test_models_of_other_classes():
     sp, content = make(heads=(8, 2), **SECTION), {"zero_optimization": {"stage": 2}}
@@ -257,7 +257,7 @@ def test_models_of_other_classes():
         assert [finding.status for finding in findings] == expected, (name, findings)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @on_each_of(2, keep="deepspeed")
 def test_a_model_of_ones_own_and_another_weight_end_initialize():
     config = settings(SECTION, "2", 1, 1, **adam(1e-3))

@@ -140,13 +140,13 @@ def test_a_run_goes_on(tmp_path):
     compare([(SAME, OTHER)], tmp_path)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("first", MATRIX, ids=str)
 def test_a_run_goes_on_in_others_and_comes_back(first, tmp_path):
     compare(MATRIX[first], tmp_path, back=True)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["sampler", "given"])
 def test_the_order_of_examples_and_what_is_not_trained_go_on(order, tmp_path):
     first = Case(order=order, frozen=True)
@@ -176,7 +176,7 @@ def page_run(folder, script):
     return names["engine"].global_steps, names["loader"].passes
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_script_of_the_page_goes_on_with_other_ranks(tmp_path):
     (script,) = re.findall(r"```python\n(# resumable.py:.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     assert on_ranks(4, page_run, tmp_path, script.replace("passes < 2", "passes < 1")) == [(4, 1)] * 4
@@ -251,7 +251,7 @@ def converted(folder, case):
     return refusal(engine.load_checkpoint, folder, loader=loader)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_an_optimizer_that_deepspeed_does_not_convert_is_refused_on_all_ranks(tmp_path):
     on_ranks(2, converted, tmp_path, Case(adam=False, stage=1))
     for _, message in on_ranks(4, converted, tmp_path, Case(adam=False, stage=1, world=4)):
@@ -278,9 +278,7 @@ def failing(folder, stage):
     return found, path
 
 
-@pytest.mark.parametrize(
-    "stage", [3, pytest.param(2, marks=pytest.mark.whole), pytest.param(0, marks=pytest.mark.whole)]
-)
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_without_room_is_said_on_all_and_the_checkpoint_before_stays(stage, tmp_path):
     """RLIMIT_FSIZE in place of a full disk: a file cannot grow beyond it."""
     for found, path in on_ranks(2, failing, tmp_path, stage):
@@ -305,7 +303,7 @@ def unable(folder):
     return said
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_rank_that_fails_before_it_writes_does_not_leave_others_waiting(tmp_path):
     (kind, _), _ = on_new_ranks(2, unable, tmp_path, check=False, timeout=60)
     assert kind == "CommunicationError"

@@ -122,5 +122,6 @@ def norms_of_stages():
 def test_zero_3_takes_no_gradient_of_an_earlier_step():
     """As DeepSpeed does: it adds to what a parameter had when a step last used it."""
     for others, partitioned in on_ranks(2, norms_of_stages):
-        assert others[1] < others[2] == pytest.approx(others[3]) < others[0]
+        assert others[2] == pytest.approx(others[3])
+        assert others[1] < others[2] < others[0]
         assert partitioned == pytest.approx(others)

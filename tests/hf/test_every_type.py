@@ -63,13 +63,13 @@ def test_a_type_of_each_kind_does_what_the_table_says(kinds):
     told(FEW, kinds, 2)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("types", groups([name for name in TRIED if name not in FEW]), ids="-".join)
 def test_every_type_does_what_the_table_says(types):
     told(types, KINDS, 2)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("types", groups(ON_FOUR), ids="-".join)
 def test_it_does_so_on_four_ranks(types):
     told(types, KINDS, 4)

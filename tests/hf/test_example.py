@@ -61,7 +61,7 @@ def alone(tmp_path_factory):
     return log_of(folder)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_without_data_it_reads_pythons_own(tmp_path):
     ran = run(1, config_with(tmp_path, size=1), tmp_path, steps=1, seq_len=16, data=None)
     assert not ran.failed, ran.stderr[-3000:]
@@ -90,7 +90,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(shared, alone):
     assert_same(log_of(shared), alone)
 
 
-@pytest.mark.whole  # test_readme.py has a launch of less; the example is given above what this one gives
+@pytest.mark.slow  # test_readme.py has a launch of less; the example is given above what this one gives
 def test_the_launcher_of_deepspeed_starts_it(alone, tmp_path):
     """What it hands to a process, and what the process prints there."""
     ran = run(2, config_with(tmp_path, size=2, ulysses=1), tmp_path, launcher="deepspeed")
@@ -99,7 +99,7 @@ def test_the_launcher_of_deepspeed_starts_it(alone, tmp_path):
     assert "ulysses 1 x ring 2" in ran.stdout
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("section", MORE, ids=lambda section: "-".join(map(str, section.values())))
 def test_losses_and_gradient_norms_of_every_schedule(section, alone, tmp_path):
     ran = run(4, config_with(tmp_path, size=4, **section), tmp_path)
@@ -124,7 +124,7 @@ def test_takes_a_model_and_a_text(shared, tmp_path):
     assert log_of(tmp_path)[0]["loss"] < log_of(shared)[0]["loss"]  # it went on from the trained weights
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_ready_configuration_trains(config, tmp_path):
     ran = run(4, config, tmp_path, steps=6, seq_len=256)

@@ -123,7 +123,7 @@ PAIRS = [tuple(case.values()) for case in cover(name=NAMES, window=WINDOWS, kind
 # axolotl#3608, TransformerEngine#1930, verl#6475: packed documents attended to one another, or labels leaked.
 # accelerate#4177, prime-rl PR 2828: windows were dropped; N keys were counted as N + 1
 @pytest.mark.parametrize("names", [NAMES[:5], NAMES[5:10], NAMES[10:]], ids="-".join)
-@pytest.mark.parametrize("cases", [FEW, pytest.param(PAIRS, marks=pytest.mark.whole)], ids=["few", "pairs"])
+@pytest.mark.parametrize("cases", [FEW, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["few", "pairs"])
 def test_a_family_is_what_it_is_unpatched(names, cases):
     cases = [case for case in cases if case[0] in names]
     truth = {case[:3]: in_fp64(functools.partial(model_of, *case[:2]), batch_of(case[2])) for case in cases}

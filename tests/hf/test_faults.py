@@ -82,8 +82,8 @@ def out_of_memory(folder, place):
     ("place", "words"),
     [
         ("forward", "in forward of layer 1 (LlamaMLP)"),
-        pytest.param("backward", "in backward", marks=pytest.mark.whole),
-        pytest.param("optimizer", "in the optimizer step", marks=pytest.mark.whole),
+        pytest.param("backward", "in backward", marks=pytest.mark.slow),
+        pytest.param("optimizer", "in the optimizer step", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_out_of_memory_is_told_on_all(place, words, tmp_path):
@@ -102,12 +102,12 @@ def test_a_rank_out_of_memory_is_told_on_all(place, words, tmp_path):
 
 KILLS = [
     (2, 2, "loop", 2, SAVING, 4),
-    pytest.param(2, 2, "loop", 3, RESUMING, 0, marks=pytest.mark.whole),
-    pytest.param(2, 2, "Trainer", 2, SAVING, 2, marks=pytest.mark.whole),
-    pytest.param(4, 4, "loop", 3, TRAINING, 5, marks=pytest.mark.whole),
-    pytest.param(4, 4, "Trainer", 3, TRAINING, 3, marks=pytest.mark.whole),
-    pytest.param(4, 2, "loop", 2, TRAINING, 3, marks=pytest.mark.whole),
-    pytest.param(2, 4, "loop", 3, SAVING, 4, marks=pytest.mark.whole),
+    pytest.param(2, 2, "loop", 3, RESUMING, 0, marks=pytest.mark.slow),
+    pytest.param(2, 2, "Trainer", 2, SAVING, 2, marks=pytest.mark.slow),
+    pytest.param(4, 4, "loop", 3, TRAINING, 5, marks=pytest.mark.slow),
+    pytest.param(4, 4, "Trainer", 3, TRAINING, 3, marks=pytest.mark.slow),
+    pytest.param(4, 2, "loop", 2, TRAINING, 3, marks=pytest.mark.slow),
+    pytest.param(2, 4, "loop", 3, SAVING, 4, marks=pytest.mark.slow),
 ]
 
 
@@ -142,7 +142,7 @@ def losses(text):
     return re.findall(r"\{'loss': '?([\d.]+)'?, 'grad_norm': '?([\d.]+)", text)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_torchrun_starts_a_run_again_which_goes_on_by_itself(tmp_path, monkeypatch):
     """From the last whole checkpoint, with the losses of a run that nobody interrupts."""
     save_texts(tmp_path / "texts")

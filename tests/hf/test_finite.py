@@ -199,13 +199,13 @@ def told(plants, stage):
     return found
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_ranks_of_all_sequences_are_told():
     for place, plant in enumerate(plants := [weight, gradient]):
         assert_told(plant, [of_rank[place] for of_rank in on_engine_ranks(2 * WORLD, told, plants, "2")])
 
 
-@pytest.mark.parametrize("stage", ["2", pytest.param("3", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("stage", ["2", pytest.param("3", marks=pytest.mark.slow)])
 def test_each_place_is_named_on_all_ranks(stage):
     plants = [x for x in (*CASES, norm, nothing) if stage == "3" or x not in MORE]
     found = on_engine_ranks(WORLD, told, plants, stage)
@@ -231,7 +231,7 @@ def told_of_own_model():
     return refusal(lambda: engine.backward(engine(**batch)))
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_hook_in_a_model_of_ones_own_is_named():
     for _, sentence in on_engine_ranks(WORLD, told_of_own_model):
         assert missing(sentence, "the gradient of out.weight, though its backward", "on rank 1, in step 1") == []

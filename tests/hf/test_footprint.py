@@ -165,7 +165,7 @@ def measured(world, section, stage, checkpointing, away, objective=None):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name.endswith("two") else pytest.param(name, marks=pytest.mark.whole) for name in CASES]
+    "name", [name if name.endswith("two") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_a_step_takes_what_was_predicted(name):
     found = on_ranks(CASES[name][0], measured, *CASES[name])

@@ -120,8 +120,8 @@ QUICK = ("top-p, padded", "tensors of special tokens", "beams", "a limit of time
     ("ranks", "case", "names"),
     [
         (2, "r2", QUICK),
-        pytest.param(2, "u2", [*CASES], marks=pytest.mark.whole),
-        pytest.param(4, "u2r2", [*CASES], marks=pytest.mark.whole),
+        pytest.param(2, "u2", [*CASES], marks=pytest.mark.slow),
+        pytest.param(4, "u2r2", [*CASES], marks=pytest.mark.slow),
     ],
 )
 @on_each_of("ranks", keep="deepspeed")

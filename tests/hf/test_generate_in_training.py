@@ -80,7 +80,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "how"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.whole) for case in CASES[1:])]
+    ("ranks", "stage", "how"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
 )
 def test_training_goes_on_as_if_nothing_had_been_generated(ranks, stage, how):
     expected = on_ranks(ranks, functools.partial(trained, **{**how, "moments": ()}), stage)
@@ -91,7 +91,7 @@ def test_training_goes_on_as_if_nothing_had_been_generated(ranks, stage, how):
         assert (max(missing) > 0) == (stage == "3")
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @on_each_of(4)
 def test_groups_under_fsdp_generate_in_step():
     """Each group its own prompt, of as many tokens as no other, in as many forwards."""
@@ -127,7 +127,7 @@ def with_callback(folder, stage, callbacks):
     return trainers.trained(trainer).logs, [callback.found for callback in callbacks]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_callbacks_generate(stage, tmp_path):
     plain, *_ = on_trainer_ranks(2, with_callback, tmp_path, stage, [])

@@ -119,19 +119,19 @@ def test_turns_with_pictures_go_on_with_the_cache(way):
     assert wrong(2, KINDS, [way]) == [{}, {}]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_it_is_so_on_four_ranks(name):
     assert wrong(4, [name], ["sampled"]) == [{}] * 4
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_other_ways_to_choose_tokens(name):
     assert wrong(2, [name], [way for way in WAYS if way not in TURNS]) == [{}, {}]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_layers_with_a_state_generate_without_a_cache():
     assert wrong(2, ["qwen3_5"], ["without a cache"]) == [{}, {}]
 

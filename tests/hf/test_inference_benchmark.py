@@ -8,7 +8,7 @@ from benchmarks.inference.ranks import GATHERING, ONE, TRAINING, decode, prefill
 SMALL = "--ranks 3 --layers 2 --hidden 64 --intermediate 64 --heads 4 --kv-heads 2 --tokens 4 --rounds 1"
 
 
-@pytest.mark.whole  # two sets of ranks; what generate gives is seen in test_generate.py
+@pytest.mark.slow  # two sets of ranks; what generate gives is seen in test_generate.py
 def test_all_give_the_tokens_of_one_rank():
     args = arguments(SMALL.split())
     first = measure(args, 3, prefill, [ONE, "ring", GATHERING, TRAINING], 100)

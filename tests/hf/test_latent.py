@@ -120,7 +120,7 @@ def test_sizes_and_flops_are_those_of_the_expanded_heads():
     assert FlopCounter(model).flops_of_pair == [6 * 8 * (16 + 8)] * LAYERS  # 2 in forward, 4 in backward, for both
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 def test_latents_under_zero_3():
     section = {"size": 2, "ulysses": 1, "latent_attention": "latent", "prove": "never"}
@@ -138,7 +138,7 @@ def engine_step(section, window):
     return step(engine, sp.shard_batches(window)), sp.comm.received["kv"]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @on_each_of(2, timeout=300, keep=None)
 def test_compiled_models_expand_keys_in_one_graph():
     """A graph does not know whether its forward is local, so one that must send latents is refused."""

@@ -22,7 +22,7 @@ from hf_integration.trainer.preemption import PreemptionCallback
 from tests import scripts
 from tests.dist.ranks import is_one_sentence
 from tests.hf.test_trainer_scripts import EXAMPLE, ROOT, save_texts
-from tests.hf.trainers import documents, make, trained
+from tests.hf.trainers import documents, end_workers, make, trained
 from tests.launch import free_port, on_trainer_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -81,7 +81,7 @@ class Signal(TrainerCallback):
             signalled(-os.getpgrp())
 
 
-WORKERS = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+WORKERS = {"num_workers": 1, "persistent_workers": True}
 
 
 def preempted(folder):
@@ -100,6 +100,7 @@ def preempted(folder):
     workers = {f"dataloader_{name}": x for name, x in WORKERS.items()}
     seen = run("told", 100, callbacks=[Signal()], eval_on_start=True, **workers)
     os.setpgid(0, group)
+    end_workers()
     dist.barrier()
     checkpoints = [path.name for path in Path(folder, "told").glob("checkpoint-*")]
     again = run("again", 3, f"{folder}/told/checkpoint-2")
@@ -172,7 +173,7 @@ def by_torchrun(folder):
     return losses(text)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_signal_to_one_node_saves_by_torchrun(tmp_path):
     save_texts(tmp_path / "texts")
     seen = by_torchrun(tmp_path)

@@ -64,9 +64,13 @@ def loader_of(kind, as_stream=False):
     return DataLoader(data, batch_size=SAMPLES, shuffle=True, generator=generator, collate_fn=collate)
 
 
-def plain(kind, as_stream=False):
+def made(model_type):
+    return (small() if model_type is None else tiny(model_type)).double()
+
+
+def plain(kind, as_stream=False, model_type=None):
     """(losses, norms, weights) of the loop without packs, on one process."""
-    model, losses, norms = small().double(), [], []
+    model, losses, norms = made(model_type), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     loader = loader_of(kind, as_stream)
     loader.collate_fn = list
@@ -86,9 +90,9 @@ def plain(kind, as_stream=False):
     return losses, norms, {name: array(p) for name, p in model.named_parameters()}
 
 
-def packed(section, kind, as_stream=False, checkpoints=False):
+def packed(section, kind, as_stream=False, checkpoints=False, model_type=None):
     """The same of the packs, and (micro-batches of each step, Ulysses sizes)."""
-    model, losses, norms, counts = small().double(), [], [], []
+    model, losses, norms, counts = made(model_type), [], [], []
     if checkpoints:
         model.gradient_checkpointing_enable()
     sp = share_sequences(model, **section)
@@ -131,7 +135,7 @@ def all_packed(cases):
     return [packed(*case) for case in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_packs_train_as_the_plain_loop_does(ranks):
     expected = {case[1:3]: plain(*case[1:3]) for case in CASES[ranks]}
     for found in on_ranks(ranks, all_packed, CASES[ranks], timeout=200):
@@ -200,6 +204,15 @@ def test_layers_that_gather_keys_train_with_the_ulysses_size_of_a_pack():
         assert gap(found, expected) < 1e-6  # its attention casts to fp32
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_models_whose_configs_have_other_names_train_in_packs(model_type):
+    expected = plain("chat", model_type=model_type)
+    for found in on_ranks(2, packed, {"size": 2, "tokens_per_rank": 24}, "chat", False, False, model_type, timeout=120):
+        assert found[0] == pytest.approx(expected[0], rel=1e-6)
+        assert gap(found[2], expected[2]) < 1e-6
+
+
 def by_engine(stage, kind):
     """(losses, weights) of a loop with a DeepSpeed engine."""
     config = {
@@ -224,7 +237,7 @@ def by_engine(stage, kind):
     return losses, engine_weights(engine.module)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.whole), 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_packs_train_by_an_engine(stage):
     losses, _, weights = plain("chat")
     for found in on_engine_ranks(2, by_engine, stage, "chat", timeout=120):

@@ -129,11 +129,11 @@ def on_engines(size, stage, family, paddings):
 
 
 def grouped():
-    """pytest parameters: of each size [(size, stage, family, paddings)], of a cover, and marked `whole` of the rest."""
+    """pytest parameters: of each size [(size, stage, family, paddings)], of a cover, and marked `slow` of the rest."""
     engines = grids.cover(**{axis: AXES[axis] for axis in ENGINE})
     engines = [case for case in engines if case["size"] < 4 or case["family"] in ("llama", "gemma2")]
     few = grids.cover(lambda case: {axis: case[axis] for axis in ENGINE} in engines, **AXES)
-    for cases, marks in ((few, ()), ([case for case in grids.whole(**AXES) if case not in few], pytest.mark.whole)):
+    for cases, marks in ((few, ()), ([case for case in grids.whole(**AXES) if case not in few], pytest.mark.slow)):
         groups = {}
         for case in cases:
             groups.setdefault(tuple(case[axis] for axis in ENGINE), []).append(case["padding"])
@@ -334,7 +334,7 @@ def test_what_has_no_such_numbers_is_refused_on_every_rank():
 # --- the examples
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "word", "gain"), [("dpo_loop", "right", 0.15), ("grpo_loop", "reward", 0.3)])
 def test_an_example_learns(name, word, gain, tmp_path):
     ran = scripts.run(2, tmp_path, ROOT / f"examples/{name}.py")

@@ -67,18 +67,18 @@ def test_conversations(cases):
     assert_exact(2, [Case(family=family, section="u2", lengths=x, sample=True, **turns) for family, x in cases])
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_nothing_changes_on_one_rank():
     assert_exact(1, [Case(family=family, section="alone", lengths=(9, 30), turns=(5, 1), new=8) for family in FAMILIES])
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_families_by_schedules_and_windows(world):
     assert_exact(world, forwards(world))
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_tokens_of_every_family(world):
     assert_exact(world, tokens(world))
@@ -87,7 +87,7 @@ def test_tokens_of_every_family(world):
 LONG = 4096
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_tokens_after_a_long_prompt(world):
     sections = itertools.cycle(SECTIONS[world])

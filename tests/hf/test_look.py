@@ -248,7 +248,7 @@ def test_models_with_any_head_are_proved(name):
         patch_attention(enlivened(kind.from_config(config).float()).train(), sp)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @on_each_of(2)
 def test_a_head_that_takes_a_ranks_first_token_for_the_sequences_is_refused():
     model = AutoModelForSequenceClassification.from_config(config_of("bert")).train()
@@ -275,7 +275,7 @@ def test_families_that_are_not_tested_are_proved():
         assert found == {"auto": ["mixtral"], "always": ["llama", "mixtral"], "never": []}
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @on_each_of(2)
 def test_a_proof_is_said_as_a_check_and_no_warning():
     said, handler = [], logging.Handler()

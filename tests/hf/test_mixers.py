@@ -182,7 +182,7 @@ def test_a_convolution_has_strides_that_causal_conv1d_takes(heads):
         assert projected.grad.sum() == 2 * 8 * tokens
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @on_each_of(2)
 def test_compiled_layers_train_alike():
     for name in ("qwen3_next", "falcon_h1"):  # the latter has two mixers with one forward

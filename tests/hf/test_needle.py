@@ -9,7 +9,7 @@ from tests import scripts
 EXAMPLE = Path(__file__).parents[2] / "examples" / "needle.py"
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_needles_are_found_at_all_depths_of_the_lengths_that_were_trained(tmp_path):
     ran = scripts.run(2, tmp_path, EXAMPLE, timeout=550)
     assert not ran.failed, ran.stderr[-3000:]

@@ -51,7 +51,7 @@ def test_what_would_train_wrong_is_refused_on_every_rank(names):
         assert all(words.startswith("refused") and place in words for words in cases.values()), (name, cases)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_what_may_be_right_is_exact_or_refused():
     """In plain batches: of packs nobody knows what such a loss should be."""
     for name, cases in outcomes(names("either"), kinds=("plain",), build=build).items():

@@ -167,7 +167,7 @@ def beside_plain(model, batch, sp):
     return abs(output["loss"].item() / wanted.item() - 1), gap(averaged(model), expected)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @on_each_of("ranks")
 def test_whole_batches_give_the_plain_models_numbers(ranks):
     sp = make(**MODES["r2" if ranks == 2 else "u2r2"])

@@ -20,7 +20,7 @@ from tests.hf.trainers import make, trained
 from tests.launch import on_ranks, on_trainer_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-whole = pytest.mark.whole
+slow = pytest.mark.slow
 # of samples: the sizes of their pictures. Some fit a rank, others are shared; some have none
 ROWS = ((0,), (1, 0), (), (0,), (), (1,), (0, 0, 1), (), (1,), ())
 STEP = 5  # samples
@@ -83,7 +83,7 @@ def packed(name):
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("qwen3_vl", 2), *(pytest.param(*case, marks=whole) for case in (("llava", 2), ("qwen3_vl", 4)))],
+    [("qwen3_vl", 2), *(pytest.param(*case, marks=slow) for case in (("llava", 2), ("qwen3_vl", 4)))],
 )
 def test_packs_train_as_each_sample_alone(name, ranks):
     for largest, counts in on_ranks(ranks, packed, name):
@@ -109,8 +109,8 @@ def run(folder, name, sequences, is_packed, changes):
     ("name", "ranks", "changes"),
     [
         ("qwen3_vl", 2, {}),
-        pytest.param("qwen3_vl", 4, {}, marks=whole),
-        pytest.param("llava", 2, {"gradient_accumulation_steps": 2}, marks=whole),
+        pytest.param("qwen3_vl", 4, {}, marks=slow),
+        pytest.param("llava", 2, {"gradient_accumulation_steps": 2}, marks=slow),
     ],
 )
 def test_the_trainer_logs_what_the_plain_one_does(name, ranks, changes, tmp_path):

@@ -171,7 +171,7 @@ def generate_everywhere(stage):
     return same, sent, bool(sp.comm.received)
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.whole) for s in ("0", "2")), "3"])
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in ("0", "2")), "3"])
 def test_generate_is_that_of_the_unpatched_model(stage):
     """accelerate#4177: masks discarded, here of prompts padded on the left."""
     for same, sent, trained in on_ranks(2, generate_everywhere, stage):

@@ -31,7 +31,7 @@ def test_a_type_of_each_kind_is_exact():
     assert by_kind(outcomes(FEW)) == {name: dict.fromkeys(KINDS, EXACT) for name in FEW}
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [name for name in (*TYPES, *NO_BATCH) if name not in FEW])
 def test_every_type_does_what_the_table_says(model_type):
     words = by_kind(outcomes([model_type]))[model_type]
@@ -39,7 +39,7 @@ def test_every_type_does_what_the_table_says(model_type):
     assert media_states(words) == TABLE[model_type].split(" | ")[3:7]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("model_type", FEW)
 def test_it_is_so_on_four_ranks(model_type, layout):

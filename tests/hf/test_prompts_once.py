@@ -132,7 +132,7 @@ for cases in EACH.values():
         (2, [("llama", WAYS[2][0], "both"), ("gpt2", WAYS[2][2], "both"), ("opt", WAYS[2][3], "right")]),
         (1, [("llama", {}, "both")]),
         (4, [("llama", WAYS[4][4], "right"), ("experts", WAYS[4][8], "both")]),
-        *(pytest.param(ranks, cases, marks=pytest.mark.whole) for ranks, cases in EACH.items()),
+        *(pytest.param(ranks, cases, marks=pytest.mark.slow) for ranks, cases in EACH.items()),
     ],
 )
 def test_numbers_and_gradients_are_those_of_the_rows(ranks, cases):
@@ -175,7 +175,7 @@ def test_what_cannot_be_shared_is_refused_where_it_must_be():
     for model, inputs, words in (
         (model_of("mistral", window=6), {}, ("windows and chunks of 16", "got one of 6")),
         (model_of("llama").train(), {}, ("without dropout",)),
-        (tiny("qwen3_next"), {}, ("layers with a state",)),
+        (tiny("qwen3_next"), {}, ("layers that have a state",)),
         (model_of("llama"), {"position_ids": torch.arange(16)[None].repeat(6, 1)}, ("got position_ids",)),
     ):
         if "without dropout" in words:

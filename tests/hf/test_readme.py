@@ -69,14 +69,14 @@ def test_python_snippet_runs(snippet, tmp_path):
     check(snippet, scripts.run(ranks, tmp_path, written(snippet, tmp_path)))
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_python_snippet_runs_by_its_command(snippet, tmp_path):
     _, launcher, ranks = command_of(snippet)
     check(snippet, scripts.launch(launcher, ranks, tmp_path, written(snippet, tmp_path), threads=1))
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_launcher_of_deepspeed_starts_it(tmp_path):
     """What needs no transformers: each process of a launch imports everything. It trains as one process does."""
     own_model = written(BY_NAME["own_model.py"], tmp_path)

@@ -19,7 +19,7 @@ from tests.hf.llama import llama
 from tests.hf.test_footprint import Within, resting, tensors
 from tests.launch import on_ranks
 
-pytestmark = [pytest.mark.usefixtures("compiled"), pytest.mark.whole, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.usefixtures("compiled"), pytest.mark.slow, pytest.mark.timeout(1800)]
 SIZES = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 1,
     "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True, "dtype": torch.bfloat16,

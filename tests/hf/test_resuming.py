@@ -273,7 +273,7 @@ def gone_on_with(folder, case):
                 tuple(x.values())
                 for x in cover(keys=tuple(KEYS), stage=(2, 3), folder=(False, True), best=(False, True))
             ],
-            marks=pytest.mark.whole,
+            marks=pytest.mark.slow,
             id="all",
         ),
     ],

@@ -222,7 +222,7 @@ def curves(cases):
 
 
 @pytest.mark.parametrize(
-    ("cases", "ranks"), [(CASES, 2), pytest.param(REST, 4, marks=pytest.mark.whole)], ids=["few", "rest"]
+    ("cases", "ranks"), [(CASES, 2), pytest.param(REST, 4, marks=pytest.mark.slow)], ids=["few", "rest"]
 )
 def test_training_is_that_of_one_process_that_saves_no_memory(cases, ranks):
     """kernels-community#1000: under ZeRO-3 gradients reduced twice, and ranks with other numbers of tiles hung; #1081:
@@ -370,7 +370,7 @@ def compiled(asked):
     return gap(*found), output.logits is None, len(count), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [{"mlp_tiles": 2}, TILES], ids=len)
 def test_a_compiled_model_has_tiles(asked):
     ((difference, no_logits, tiles, graphs),) = on_ranks(1, compiled, asked, timeout=300)

@@ -53,7 +53,7 @@ def runs(folder, names, section, lora, stage, steps=3):
         (STATES[:1], {"size": 2}, (False, 2)),
         (INDEX[:1], {"size": 2, "prove": "never"}, (False, 3)),
         *(
-            pytest.param(*case, marks=pytest.mark.whole)
+            pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 (STATES[1:], {"size": 2}, (False, 2)),
                 *((names, SECTION, (True, 3)) for names in GROUPS),

@@ -36,7 +36,7 @@ def interrupted(folder, stage, sizes):
 
 
 @pytest.mark.parametrize(
-    ("stage", "sizes"), [(3, (2, 1)), *(pytest.param(stage, (4, 2, 1), marks=pytest.mark.whole) for stage in (2, 3))]
+    ("stage", "sizes"), [(3, (2, 1)), *(pytest.param(stage, (4, 2, 1), marks=pytest.mark.slow) for stage in (2, 3))]
 )
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(stage, sizes, tmp_path):
     same, *others = sizes
@@ -72,7 +72,7 @@ def run_of(folder, size, sequences, stage, how):
             pytest.param(
                 (4, 2, 1, stage),
                 [(2, 1, 2, stage % 3 + 1), (2, 2, 2, (stage + 1) % 3 + 1)],
-                marks=pytest.mark.whole,
+                marks=pytest.mark.slow,
             )
             for stage in (1, 2, 3)
         ),
@@ -137,7 +137,7 @@ def alone(*folders):
 
 
 @pytest.mark.parametrize(
-    ("stage", "how"), [(3, "forked"), *(pytest.param(stage, "started", marks=pytest.mark.whole) for stage in (2, 3))]
+    ("stage", "how"), [(3, "forked"), *(pytest.param(stage, "started", marks=pytest.mark.slow) for stage in (2, 3))]
 )
 def test_the_best_model_is_loaded_saved_generates_and_is_read_without_us(stage, how, tmp_path):
     for found in on_ranks(2, trained_and_used, tmp_path, stage):

@@ -80,7 +80,7 @@ def evaluated(folder, size):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "size"), [(2, 2), *(pytest.param(4, size, marks=pytest.mark.whole) for size in (2, 4))]
+    ("ranks", "size"), [(2, 2), *(pytest.param(4, size, marks=pytest.mark.slow) for size in (2, 4))]
 )
 def test_a_prediction_step_of_ones_own_gives_the_mean_token_loss(ranks, size, tmp_path):
     """NaN where a rank has no label; else its own mean, averaged as if ranks had as many labels."""

@@ -59,7 +59,7 @@ def losses_at_the_end(folder, size, names):
 
 @pytest.mark.parametrize(
     ("ranks", "size", "names"),
-    [(2, 2, FEW), *(pytest.param(4, size, tuple(LOGGING), marks=pytest.mark.whole) for size in (2, 4))],
+    [(2, 2, FEW), *(pytest.param(4, size, tuple(LOGGING), marks=pytest.mark.slow) for size in (2, 4))],
 )
 def test_the_train_loss_at_the_end_is_that_of_all_ranks(ranks, size, names, tmp_path):
     """One rank's share of the steps since the last log: 0.0 where the plain Trainer says 5.96. (Plain ranks say their

@@ -54,7 +54,7 @@ STREAM = {"as_stream": True, "max_steps": 3, "eval_steps": 3, "accelerator_confi
 ONE = {"gradient_accumulation_steps": 1, "max_steps": 5, "eval_steps": 5}
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "changes"), [(2, [ONE, STREAM]), (3, [{}])])
 def test_two_ranks_train_as_one_plain_rank(stage, changes, tmp_path):
     cases = [(4, None, stage, of_case) for of_case in changes]
@@ -65,7 +65,7 @@ def test_two_ranks_train_as_one_plain_rank(stage, changes, tmp_path):
             same(one, of_plain)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_two_groups_train_as_two_plain_ranks(tmp_path):
     cases = [(2, None, 2, {}), (2, None, 3, STREAM), (2, None, 3, {"train_sampling_strategy": "group_by_length"})]
     plain = on_ranks(2, runs, tmp_path / "plain", cases)[0]
@@ -84,7 +84,7 @@ def halves(folder):
     return whole, trained(again, resume_from_checkpoint=f"{folder}/checkpoint-2")
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path):
     for whole, resumed in on_ranks(2, halves, str(tmp_path), timeout=200):
         assert resumed["loss"] == pytest.approx(whole["loss"], rel=1e-6)
@@ -202,7 +202,7 @@ def pairs(folder, cases, size=None):
 
 @pytest.mark.parametrize(
     ("groups", "cases"),
-    [(1, ["DPO"]), *(pytest.param(groups, list(PAIRS), marks=pytest.mark.whole) for groups in (1, 2))],
+    [(1, ["DPO"]), *(pytest.param(groups, list(PAIRS), marks=pytest.mark.slow) for groups in (1, 2))],
 )
 def test_pairs_train_as_those_of_plain_trainers(groups, cases, tmp_path):
     for way in ("plain", "shared"):

@@ -78,7 +78,7 @@ def trained(folder, stage, failure=None, rows=4):
     return shapes, all(x.equal(states[0]) for x in states), [*trainer._logs["completion"]]
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_long_prompt_pads_no_other_and_takes_no_random_numbers(stage, tmp_path):
     found = on_trainer_ranks(2, trained, tmp_path, stage)
     for shapes, unchanged, completions in found:
@@ -89,7 +89,7 @@ def test_a_long_prompt_pads_no_other_and_takes_no_random_numbers(stage, tmp_path
     assert len(found[0][2]) == 8
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_without_a_row_wait_for_the_others(stage, tmp_path):
     found = on_trainer_ranks(4, trained, tmp_path, stage, None, 1)
@@ -97,7 +97,7 @@ def test_ranks_without_a_row_wait_for_the_others(stage, tmp_path):
     assert all(len(completions) == 2 for *_, completions in found)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_that_fails_alone_is_a_sentence_on_all_ranks(stage, tmp_path):
     outcomes = on_ranks(4, trained, tmp_path, stage, "alone", timeout=SECONDS, check=False)
@@ -105,7 +105,7 @@ def test_a_rank_that_fails_alone_is_a_sentence_on_all_ranks(stage, tmp_path):
     assert all(missing(message, "generating completions", "no memory") == [] for _, message, _ in outcomes)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_that_fails_among_others_ends_them(stage, tmp_path):
     outcomes = on_ranks(4, trained, tmp_path, stage, "together", timeout=SECONDS, check=False)

@@ -132,7 +132,7 @@ def columns(labels):
 
 
 @pytest.mark.parametrize(
-    ("groups", "stage"), [(1, 2), *(pytest.param(2, stage, marks=pytest.mark.whole) for stage in (2, 3))]
+    ("groups", "stage"), [(1, 2), *(pytest.param(2, stage, marks=pytest.mark.slow) for stage in (2, 3))]
 )
 def test_a_loss_of_ones_own_gives_the_plain_numbers(groups, stage, tmp_path):
     plain = on_ranks(groups, runs, tmp_path / "plain", list(LOSSES), None, stage)[0]
@@ -168,7 +168,7 @@ OWN = [name for name in LOSSES if not name.startswith("a model")]  # of whose ow
     ("names", "counts"),
     [
         (["a function by items", "a method with a column"], (5, 6)),
-        pytest.param(OWN, (5, 6, 7), marks=pytest.mark.whole),
+        pytest.param(OWN, (5, 6, 7), marks=pytest.mark.slow),
     ],
     ids=len,
 )

@@ -43,7 +43,7 @@ def same(found, plain, rel):
     "cases",
     [
         {(2, "flattened with lengths"): 2, (2, "packed"): 2},
-        pytest.param({(2, "flattened with lengths"): 4, (4, "packed"): 4}, marks=pytest.mark.whole),
+        pytest.param({(2, "flattened with lengths"): 4, (4, "packed"): 4}, marks=pytest.mark.slow),
     ],
     ids=["two", "four"],
 )
@@ -67,7 +67,7 @@ def three_steps(folder, names, size):
     return found
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [NAMES[:5], NAMES[5:10], NAMES[10:]], ids="-".join)
 def test_three_steps_of_every_family_are_the_plain_trainers(tmp_path, names):
     plain = on_ranks(1, three_steps, tmp_path / "plain", names, None, timeout=300)[0]

@@ -97,8 +97,8 @@ OF_TWO_GROUPS = {
     ("cases", "groups"),
     [
         ({name: {**given, "max_steps": 2, "eval_steps": 2} for name, given in COVER.items()}, 1),
-        pytest.param(CASES, 1, marks=pytest.mark.whole),
-        pytest.param(OF_TWO_GROUPS, 2, marks=pytest.mark.whole),
+        pytest.param(CASES, 1, marks=pytest.mark.slow),
+        pytest.param(OF_TWO_GROUPS, 2, marks=pytest.mark.slow),
     ],
     ids=["cover", "all", "two groups"],
 )
@@ -106,7 +106,7 @@ def test_all_that_is_logged_is_the_plain_trainers(cases, groups, tmp_path):
     trl_runs.compare(tmp_path, cases, groups)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_runs_that_stop_go_on_and_predict_as_the_plain_trainers(tmp_path):
     cases = {"DPO": dpo(lora), "KTO": kto(reference, stage=3)}
     cases = {name: {**given, "prediction_loss_only": True} for name, given in cases.items()}

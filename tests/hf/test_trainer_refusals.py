@@ -22,7 +22,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import SequenceParallelTrainer
 from tests.dist.ranks import is_one_sentence, not_refused, refusal
 from tests.hf.llama import small
-from tests.hf.trainers import documents, make, settings, trained
+from tests.hf.trainers import documents, end_workers, make, settings, trained
 from tests.launch import on_trainer_ranks as on_ranks
 from tests.words import missing
 
@@ -80,7 +80,7 @@ def equal(length, count=16):
 
 
 TEXTS = [{"text": "a", "id": 1}] * 8
-WORKER = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}
+WORKER = {"dataloader_num_workers": 1}
 
 
 def builtin():
@@ -263,6 +263,7 @@ def try_wrong(folder, names):
             made[-1].train()
 
         said = refusal(run)
+        end_workers()
         found[name] = *said, sum(trainer.state.global_step for trainer in made)
     return found
 

@@ -75,8 +75,8 @@ CASES = {
     ("cases", "groups"),
     [
         (COVER, 1),
-        pytest.param(CASES, 1, marks=pytest.mark.whole),
-        pytest.param({name: CASES[name] for name in ("full", "left")}, 2, marks=pytest.mark.whole),
+        pytest.param(CASES, 1, marks=pytest.mark.slow),
+        pytest.param({name: CASES[name] for name in ("full", "left")}, 2, marks=pytest.mark.slow),
     ],
     ids=["cover", "all", "two groups"],
 )
@@ -84,7 +84,7 @@ def test_all_that_is_logged_is_the_plain_trainers(cases, groups, tmp_path):
     trl_runs.compare(tmp_path, cases, groups)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_runs_that_stop_go_on_and_predict_as_the_plain_trainers(tmp_path):
     trl_runs.compare(
         tmp_path,

@@ -319,8 +319,8 @@ def same(one, other):
     ("names", "ranks"),
     [
         (QUICK, 2),
-        *(pytest.param([*CASES][part::5], 2, marks=pytest.mark.whole) for part in range(5)),
-        *(pytest.param(OF_GROUPS[part::2], 4, marks=pytest.mark.whole) for part in range(2)),
+        *(pytest.param([*CASES][part::5], 2, marks=pytest.mark.slow) for part in range(5)),
+        *(pytest.param(OF_GROUPS[part::2], 4, marks=pytest.mark.slow) for part in range(2)),
     ],
 )
 def test_all_that_is_logged_is_trls(names, ranks, tmp_path):
@@ -515,7 +515,7 @@ def with_own_noise(folder, size):
     return figures(trainer.state.log_history), [*trainer._logs["completion"]]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_one_rank_a_group_draws_and_logs_what_plain_trl_does(tmp_path):
     plain, alone = (on_ranks(2, with_own_noise, tmp_path / "x", size) for size in (None, 1))
     assert all(map(same, plain, alone))
@@ -531,7 +531,7 @@ def few_rows(folder, size):
     return figures(trainer.state.log_history), sum(len(rows) for _, rows in generated)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_ranks_without_a_row_wait_for_the_others(tmp_path):
     model(seed=1).save_pretrained(tmp_path / "reference")
     (plain, rows), *_ = on_ranks(1, few_rows, tmp_path / "x", None)

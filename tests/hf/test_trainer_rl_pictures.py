@@ -22,7 +22,7 @@ from tests.hf.trainers import fields, split
 from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-whole = pytest.mark.whole
+slow = pytest.mark.slow
 LENGTH, ENDS = 5, [1, *range(30, 50)]  # of completions; the tokens that end one
 TEXTS = {"GRPO": (), "RLOO": (), "KTO": ("completion",), "DPO": ("chosen", "rejected")}  # columns of answers
 ROLLS_OUT = ("GRPO", "RLOO")
@@ -37,7 +37,7 @@ def rows(kind, count, first, pictures=None):
     found = []
     for number in range(first, first + count):
         some = number % 2 + 1 if kind in ROLLS_OUT else (1, 0, 2, 0)[number % 4]
-        row = {"prompt": say("user", range(3, 4 + number % 5)), "number": number}
+        row = {"prompt": say("user", range(3, 4 + number % 5))}
         row["images"] = [drawn(number + at) for at in range(some if pictures is None else pictures)]
         for at, name in enumerate(TEXTS[kind]):
             length = (number * (at + 3)) % 7 + 1
@@ -61,7 +61,7 @@ def shapes(images, completion_ids, **_):
     return [sum(x % 2 for x in ids) / LENGTH + sum(picture.width for picture in some) / 1000 for some, ids in rows]
 
 
-def trainer_of(folder, kind, name="llava", size=None, stage=2, way="full", parts=None, data=rows, **changes):
+def trainer_of(folder, kind, name="llava", size=None, stage=2, way="full", data=rows, **changes):
     """A plain trainer, or one in which `size` ranks share sequences.
 
     Args:
@@ -71,7 +71,6 @@ def trainer_of(folder, kind, name="llava", size=None, stage=2, way="full", parts
         size: Of a group.
         stage: Of ZeRO.
         way: "full" or "lora".
-        parts: The trainer's own arguments.
         data: Makes rows.
         **changes: Of its configuration.
     """
@@ -102,9 +101,8 @@ def trainer_of(folder, kind, name="llava", size=None, stage=2, way="full", parts
     del given["deepspeed"]["train_batch_size"]  # DeepSpeed counts ranks while a reference is loaded in parts
     bases = [SequenceParallelMixin] * bool(size) + [Numbered] * rolls_out + [plain]
     return type("Tried", tuple(bases), {})(
-        model=model, args=config(str(folder), **given), processing_class=PROCESSORS[name](model.config),
-        **own | (parts or {}),
-    )  # fmt: skip
+        model=model, args=config(str(folder), **given), processing_class=PROCESSORS[name](model.config), **own
+    )
 
 
 def runs(folder, cases, size=None):
@@ -147,18 +145,18 @@ FEW += [("KTO", "idefics3", 2, "full")]
     [
         (FEW, 1),
         *(
-            pytest.param([(kind, name, stage, way) for stage in (2, 3) for way in ("full", "lora")], 1, marks=whole)
+            pytest.param([(kind, name, stage, way) for stage in (2, 3) for way in ("full", "lora")], 1, marks=slow)
             for kind in KINDS
             for name in PROCESSORS
         ),
-        pytest.param([(kind, "qwen3_vl", 3, "lora") for kind in KINDS], 2, marks=whole),
+        pytest.param([(kind, "qwen3_vl", 3, "lora") for kind in KINDS], 2, marks=slow),
     ],
 )
 def test_all_that_is_logged_is_trls(tmp_path, cases, groups):
     assert_as_plain(tmp_path, cases, groups)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_rows_are_generated_together_and_in_parts_and_rewarded_by_groups(tmp_path):
     apart = {"ds3_gather_for_generation": False}
     cases = [("GRPO", "qwen3_vl", 3, "full", apart), ("RLOO", "llava", 2, "full", {"steps_per_generation": 4})]
@@ -226,7 +224,7 @@ def try_wrong(folder, names):
     return found
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_wrong_uses_end_in_a_sentence_on_every_rank(tmp_path):
     for found in on_ranks(2, try_wrong, tmp_path, [*WRONG]):
         assert not_refused(found, WRONG) == {}
@@ -248,6 +246,6 @@ def miscounted(folder):
     return trainer.state.global_step
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_wrong_count_of_placeholders_is_an_error_of_all(tmp_path):
     assert on_ranks(2, miscounted, tmp_path) == [0, 0]

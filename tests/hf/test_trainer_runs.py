@@ -46,7 +46,7 @@ FULL = {"include_num_input_tokens_seen": "non_padding", "max_steps": 4, "eval_on
 
 
 @pytest.mark.parametrize(
-    ("stage", "sizes"), [(3, (2,)), *(pytest.param(stage, SIZES, marks=pytest.mark.whole) for stage in (2, 3))]
+    ("stage", "sizes"), [(3, (2,)), *(pytest.param(stage, SIZES, marks=pytest.mark.slow) for stage in (2, 3))]
 )
 def test_losses_norms_evaluation_and_counts_are_the_plain_trainers(stage, sizes, tmp_path):
     """transformers#46775, #48167; deepspeed#5248, #6841; verl#2857: scales wrong by the SP size. Ragged labels and
@@ -64,7 +64,7 @@ def test_losses_norms_evaluation_and_counts_are_the_plain_trainers(stage, sizes,
             assert shared.counts == plain.counts, size
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_bf16_runs_agree_to_its_rounding(tmp_path):
     plain = alone(runs, tmp_path, {"bf16": True})
     for found in on_ranks(4, runs, tmp_path, (2, 4), {"bf16": True}):
@@ -145,7 +145,7 @@ def evaluations_by_size(folder, sizes, *args):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "counts"), [((2,), (1, 7)), pytest.param(SIZES, (1, 6, 7, 8), marks=pytest.mark.whole)], ids=str
+    ("sizes", "counts"), [((2,), (1, 7)), pytest.param(SIZES, (1, 6, 7, 8), marks=pytest.mark.slow)], ids=str
 )
 def test_evaluation_counts_every_sequence_once(sizes, counts, tmp_path):
     """Sets that do not divide are filled up with sequences from the start; transformers counts those, and weighs the
@@ -219,7 +219,7 @@ def streamed(folder, size, names):
     return found
 
 
-@pytest.mark.parametrize("names", [["streaming"], pytest.param(list(STREAMS), marks=pytest.mark.whole)], ids=len)
+@pytest.mark.parametrize("names", [["streaming"], pytest.param(list(STREAMS), marks=pytest.mark.slow)], ids=len)
 def test_iterable_data_sets(names, tmp_path):
     """The stream ends within the second window, is filled up, and begins again; evaluation counts a sequence once."""
     # plain ranks would take whole files of a streaming data set: other sequences than they are dealt by default
@@ -339,7 +339,7 @@ def drawn(folder, data, **changes):
     return seen
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_of_a_sequence_draw_the_same_numbers(workers, tmp_path):
     """axolotl#3920: workers were seeded by rank, and peers got different batches. Groups have workers of their own."""
     ranks = on_ranks(4, functools.partial(drawn, dataloader_num_workers=workers, max_steps=1), tmp_path, Augmented())

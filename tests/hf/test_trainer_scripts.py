@@ -110,14 +110,14 @@ LORA = ["--lora", "--bf16", "True", *CHECKPOINTED]
     ("launcher", "ranks", "config", "more"),
     [
         ("forked", 2, "zero2_sp2_dp", ["--model", *CHECKPOINTED]),
-        pytest.param("forked", 4, "zero3_sp4_long", ["--model", *CHECKPOINTED], marks=pytest.mark.whole),
-        pytest.param("forked", 4, "zero3_sp4_long_offload", CHECKPOINTED, marks=pytest.mark.whole),
-        pytest.param("forked", 4, "zero2_sp2_dp", ["--lora"], marks=pytest.mark.whole),
+        pytest.param("forked", 4, "zero3_sp4_long", ["--model", *CHECKPOINTED], marks=pytest.mark.slow),
+        pytest.param("forked", 4, "zero3_sp4_long_offload", CHECKPOINTED, marks=pytest.mark.slow),
+        pytest.param("forked", 4, "zero2_sp2_dp", ["--lora"], marks=pytest.mark.slow),
         ("as by accelerate", 2, "zero2_sp2_dp", LORA),
-        pytest.param("accelerate", 2, "zero2_sp2_dp", LORA, marks=pytest.mark.whole),
-        pytest.param("accelerate", 4, "zero3_sp4", ["--model"], marks=pytest.mark.whole),
-        pytest.param("deepspeed", 4, "zero3_sp4", ["--model"], marks=pytest.mark.whole),
-        pytest.param("forked", 4, "zero3_sp4", [], marks=pytest.mark.whole),
+        pytest.param("accelerate", 2, "zero2_sp2_dp", LORA, marks=pytest.mark.slow),
+        pytest.param("accelerate", 4, "zero3_sp4", ["--model"], marks=pytest.mark.slow),
+        pytest.param("deepspeed", 4, "zero3_sp4", ["--model"], marks=pytest.mark.slow),
+        pytest.param("forked", 4, "zero3_sp4", [], marks=pytest.mark.slow),
     ],
 )
 def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, tmp_path, request):
@@ -164,7 +164,7 @@ def started_by_accelerate_alone(launcher, folder):
     return scripts.run(1, folder, EXAMPLE, *words, environment={**alone, "ACCELERATE_MIXED_PRECISION": "no"})
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["forked", "accelerate"])
 def test_accelerate_launch_without_deepspeed_is_told_what_is_missing(launcher, tmp_path):
     ran = started_by_accelerate_alone(launcher, tmp_path)
@@ -173,7 +173,7 @@ def test_accelerate_launch_without_deepspeed_is_told_what_is_missing(launcher, t
     assert missing(said, "--use_deepspeed", "--num_processes") == []
 
 
-@pytest.mark.parametrize("launcher", ["forked", pytest.param("deepspeed", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_bad_settings_end_the_example_with_a_sentence(launcher, tmp_path):
     content = json.loads((ROOT / "ds_configs" / "zero3_sp4.json").read_text())
     content["sequence_parallel"]["size"] = 3

@@ -91,8 +91,8 @@ FEW = ["padded", "bfd", "wrapped", "a loss of one's own"]
     ("cases", "sizes", "ranks"),
     [
         (FEW, (2,), 2),
-        pytest.param([name for name in CASES if name not in FEW], (2,), 2, marks=pytest.mark.whole),
-        pytest.param(["padded"], (1, 2, 4), 4, marks=pytest.mark.whole),
+        pytest.param([name for name in CASES if name not in FEW], (2,), 2, marks=pytest.mark.slow),
+        pytest.param(["padded"], (1, 2, 4), 4, marks=pytest.mark.slow),
     ],
 )
 def test_all_that_sft_logs_is_the_plain_trainers_in_training_and_evaluation(cases, sizes, ranks, tmp_path):

@@ -132,7 +132,7 @@ def runs(folder, size, urls):
 
 @pytest.mark.parametrize(
     ("names", "ranks"),
-    [(("grpo, in parts",), 2), pytest.param(tuple(CASES)[:3], 4, marks=pytest.mark.whole)],
+    [(("grpo, in parts",), 2), pytest.param(tuple(CASES)[:3], 4, marks=pytest.mark.slow)],
 )
 def test_requests_and_all_that_is_logged_are_trls(names, ranks, tmp_path):
     with contextlib.ExitStack() as end:
@@ -173,7 +173,7 @@ def test_a_vllm_on_the_ranks_is_refused(tmp_path):
         assert missing(sentence, "vLLM in server mode", "vllm_mode='colocate'") == []
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo, in parts", "grpo, adapters in parts"])
 def test_weights_that_are_lost_halfway_are_an_error_on_all_ranks_of_zero_3(name, tmp_path):
     with Server() as server:

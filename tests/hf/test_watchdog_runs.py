@@ -16,7 +16,7 @@ from tests.hf.llama import adam, llama, ragged, settings, step
 from tests.launch import free_port, on_engine_ranks, on_trainer_ranks
 from tests.words import missing
 
-pytestmark = [pytest.mark.usefixtures("compiled"), pytest.mark.whole]
+pytestmark = [pytest.mark.usefixtures("compiled"), pytest.mark.slow]
 SECTION = {"size": WORLD, "ulysses": 1, "watchdog": "report", "watchdog_s": 1.0}
 
 

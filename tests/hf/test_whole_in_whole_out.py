@@ -144,7 +144,7 @@ def ways(section, kinds):
         pytest.param(2, SECTIONS["r2"], ["packed"], id="r2"),
         pytest.param(4, SECTIONS["u2r2"], ["left"], id="u2r2"),
         *(
-            pytest.param(section["size"], section, KINDS, id=f"{name}-whole", marks=pytest.mark.whole)
+            pytest.param(section["size"], section, KINDS, id=f"{name}-whole", marks=pytest.mark.slow)
             for name, section in SECTIONS.items()
         ),
     ],

@@ -185,7 +185,7 @@ def stepped(engine, update):
     return {name: (before[name] - after[name]) / RATE for name in before}, None if norm is None else float(norm)
 
 
-@pytest.mark.parametrize("stages", [["0", "3"], pytest.param(["1", "2", "3_all_reduce"], marks=pytest.mark.whole)])
+@pytest.mark.parametrize("stages", [["0", "3"], pytest.param(["1", "2", "3_all_reduce"], marks=pytest.mark.slow)])
 def test_zero_takes_the_mean_that_is_right(stages):
     expected, losses = alone()
     for rank, found in enumerate(on_ranks(4, on_engine, stages)):

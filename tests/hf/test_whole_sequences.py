@@ -109,7 +109,7 @@ def evaluated(stage):
     return equal, step(engine, engine.sequence_parallel.shard_batches(ragged(SECTION, 1, 1)))
 
 
-@pytest.mark.parametrize("stage", [pytest.param("2", marks=pytest.mark.whole), "3"])
+@pytest.mark.parametrize("stage", [pytest.param("2", marks=pytest.mark.slow), "3"])
 def test_an_engine_evaluates_whole_sequences_and_trains_on(stage):
     expected, loss = one_process(small(), ragged(SECTION, 1, 1))
     for equal, result in on_ranks(WORLD, evaluated, stage):

@@ -1,9 +1,12 @@
 """Small Trainers, plain and sequence parallel, over documents of many lengths."""
 
 import dataclasses
+import gc
+import multiprocessing
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import dataloader
 from transformers import Trainer, TrainingArguments
 
 from hf_integration import SequenceParallelTrainer
@@ -86,6 +89,15 @@ def make(folder, sequences, section=None, stage=2, model=None, parts=None, kind=
     kind = kind or (SequenceParallelTrainer if section else Trainer)
     args = arguments(folder, sequences, section, stage, **changes)
     return kind(model or small(pad_token_id=0), args, **{**given, **(parts or {})})
+
+
+def end_workers():
+    """Ends the workers of all loaders. Torch waits 5 s for those of one that is collected in a circle: their queues
+    go first, so they are never told to end."""
+    if multiprocessing.active_children():
+        for x in gc.get_objects():
+            if issubclass(type(x), dataloader._MultiProcessingDataLoaderIter):  # `isinstance` asks every object
+                x._shutdown_workers()
 
 
 def mean_of_steps(model, examples, a_step):

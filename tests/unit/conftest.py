@@ -11,7 +11,7 @@ from tests.unit.commands import LLAMA
 
 
 def pytest_configure(config):
-    few = "not whole" in config.getoption("markexpr")
+    few = "not slow" in config.getoption("markexpr")
     settings.register_profile(
         "unit",
         max_examples=25 if few else 100,

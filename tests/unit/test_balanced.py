@@ -97,7 +97,7 @@ def test_one_document_is_dealt_as_zigzag_deals_it(ranks):
         assert max(chunks) - min(chunks) <= 1
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [8, 16])
 def test_packs_are_even_in_tokens_and_in_causal_pairs(ranks, count):
     busiest = []

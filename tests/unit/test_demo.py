@@ -72,7 +72,7 @@ def test_gpus_are_those_that_the_user_left_in_sight():
 SEEN = "import os; print(sorted((name, os.environ[name]) for name in {names}))"
 
 
-@pytest.mark.whole  # DeepSpeed's launcher takes long to start; tests/hf starts it too
+@pytest.mark.slow  # DeepSpeed's launcher takes long to start; tests/hf starts it too
 def test_cpu_ranks_see_no_gpu(tmp_path):
     """By the launcher itself: it numbers devices in CUDA_VISIBLE_DEVICES, whatever was there."""
     (tmp_path / "rank.py").write_text(SEEN.format(names=list(demo.HIDDEN)))

@@ -215,7 +215,7 @@ def few():
     return pairwise(pool, without=("own",)) + more
 
 
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_attention_is_dense_attention(schedule, more, monkeypatch):
     """Of the faults that others had: wrong without a causal mask where work is balanced (pytorch#141429), fewer heads

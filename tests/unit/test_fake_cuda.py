@@ -53,11 +53,11 @@ ALIKE = ("double_ring", "wallfacer", "attention2d")  # of the same instructions 
 
 
 def _with_one_kernel(names, rest=()):
-    """pytest parameters (name, kernel): each name with one kernel in turn, and marked `whole` with the others, and
+    """pytest parameters (name, kernel): each name with one kernel in turn, and marked `slow` with the others, and
     those of the rest with all."""
     few = [(name, CUDA_KERNELS[n % 5]) for n, name in enumerate(name for name in names if name not in rest)]
     pairs = [(name, kernel) for name in names for kernel in CUDA_KERNELS]
-    return [*few, *(pytest.param(*pair, marks=pytest.mark.whole) for pair in pairs if pair not in few)]
+    return [*few, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs if pair not in few)]
 
 
 @pytest.mark.parametrize(("name", "kernel"), _with_one_kernel(SCHEDULES, ALIKE))

@@ -133,7 +133,7 @@ assert 3 < loss < 6, loss
 """
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_its_trainer_trains_on_two_ranks(installed, tmp_path, compiled):
     script = tmp_path / "train.py"
     script.write_text(TRAINS.format(sizes={name: x for name, x in TINY.items() if name != "model_type"}))

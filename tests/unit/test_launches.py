@@ -25,7 +25,7 @@ def test_a_layer_launches_no_more_than_the_table_says(name):
     assert beyond(launches.counts(name, TOKENS[-1]), name) == {}
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_as_many_with_few_tokens_and_a_few_more_without_triton(name):
     found = launches.counts(name, TOKENS[0])

@@ -131,7 +131,7 @@ def test_a_number_of_any_length_is_named():
     limits.check("x", 4, 4)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -154,7 +154,7 @@ def test_the_largest_that_are_taken(capsys, place, words):
     assert _run(capsys, *words) == ("", 0)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_most_documents(capsys, place, tmp_path):
     (tmp_path / "lengths.txt").write_text("256\n" * limits.MAX_DOCUMENTS, encoding="utf-8")
     words = ["--documents", tmp_path / "lengths.txt", "--nodes", 8, "--gpus-per-node", 8]
@@ -197,7 +197,7 @@ LAYOUTS = ("auto", "contiguous", "striped")
         # each shape with one layout in turn
         *((settings, LAYOUTS[n % 3], (20, 25)) for n, settings in enumerate(SHAPES)),
         *(
-            pytest.param(settings, layout, (20, 25, 34), marks=pytest.mark.whole)
+            pytest.param(settings, layout, (20, 25, 34), marks=pytest.mark.slow)
             for settings, layout in itertools.product(SHAPES, LAYOUTS)
         ),
     ],

@@ -68,7 +68,7 @@ def test_pictures_are_said_with_the_towers_share_of_a_step(capsys, tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps({**config, "image_seq_length": 16}), encoding="utf-8")
     out = _memory(capsys, tmp_path, "--pictures", 8, "--machine", "h100-ib")[0]
-    said = "8 of 16 tokens and 16 patches are 25.0% of a sequence, and a rank computes 2 of them", "time divided,"
+    said = "8 of 16 tokens and 16 patches are 25.0% of a sequence, and a rank computes 2 of 8", "time divided,"
     assert missing(out, *said, "forward: tower", "backward: tower") == []
     assert "no pictures are counted" in _memory(capsys, tmp_path)[0]
     assert "a rank computes 8" in _memory(capsys, tmp_path, "--pictures", 8, "--set", "divide_media=false")[0]

@@ -331,7 +331,7 @@ def _refused(programs):
 FORMS = [(s, own) for s in SINGLE for own in SCHEDULES[s].shapes(4)]
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(600, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("count", [80, pytest.param(600, marks=pytest.mark.slow)])
 def test_a_changed_program_is_refused_or_stays_exact(count):
     dice, ended = random.Random(7), Counter()
     for number in range(count):

@@ -41,13 +41,13 @@ def followed(asked, advice):
 RING = {"schedule": "ring", "layout": "zigzag", "rank_order": "ulysses_intra"}  # a short search
 # (request, what is advised among others)
 ASKED = [
-    pytest.param(request(128, 60_000_000, given=RING), "512 ranks with 60000256 tokens", marks=pytest.mark.whole),
+    pytest.param(request(128, 60_000_000, given=RING), "512 ranks with 60000256 tokens", marks=pytest.mark.slow),
     (request(7919, 2**22, per_node=7919, model=SMALL), " ranks"),  # a prime: one rank a sequence
     (request(16, 1, model=SMALL, given={"size": 16}), "32 tokens"),
     (request(4, 16385, model=SMALL, given={"size": 4, "ulysses": 4}), "16388 tokens"),
     (request(8, 10**12, model=SMALL, given=RING), "tokens"),
     # no more ranks can be had
-    pytest.param(request(limits.MAX_RANKS, 10**12, model=SMALL, given=RING), "tokens", marks=pytest.mark.whole),
+    pytest.param(request(limits.MAX_RANKS, 10**12, model=SMALL, given=RING), "tokens", marks=pytest.mark.slow),
     (request(24, limits.MAX_TOKENS, model=SMALL, given={"size": 24, **RING}), "tokens"),  # nor a longer sequence
     (request(8, 2**23, documents=(2**23,), given=RING), "ranks"),
     (request(8, 2**13), "offload_optimizer"),

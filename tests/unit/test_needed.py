@@ -50,7 +50,7 @@ _sizes = pytest.mark.parametrize(
     ("size", "masks"),
     [
         pytest.param(4, MASKS[::2], id="4"),
-        *(pytest.param(size, MASKS, marks=pytest.mark.whole, id=f"{size}, all masks") for size in (4, 6)),
+        *(pytest.param(size, MASKS, marks=pytest.mark.slow, id=f"{size}, all masks") for size in (4, 6)),
     ],
 )
 

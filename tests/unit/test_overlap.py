@@ -191,7 +191,7 @@ RATIOS = {
 
 @pytest.mark.parametrize(
     ("shape", "direction", "travels"),
-    [pytest.param(*case, marks=pytest.mark.whole if case[0] in ((2, 2, 4), (4, 4, 1)) else []) for case in RATIOS],
+    [pytest.param(*case, marks=pytest.mark.slow if case[0] in ((2, 2, 4), (4, 4, 1)) else []) for case in RATIOS],
 )
 def test_meshes_take_little_longer_than_the_longer_of_products_and_transfers(shape, direction, travels):
     plan = build("mesh", mesh(*shape), direction, travels)

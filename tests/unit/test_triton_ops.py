@@ -99,7 +99,7 @@ def _compiles_anew(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("_compiles_anew")
-@pytest.mark.parametrize("capability", [90, *(pytest.param(x, marks=pytest.mark.whole) for x in (80, 100))])
+@pytest.mark.parametrize("capability", [90, *(pytest.param(x, marks=pytest.mark.slow) for x in (80, 100))])
 def test_compiled_kernels_take_no_more_registers_than_the_table_and_none_spills(capability, tmp_path):
     found = {name: resources(name, capability, dtypes, 128, tmp_path) for name, (dtypes, _) in REGISTERS.items()}
     limits = {name: most[CAPABILITIES.index(capability)] for name, (_, most) in REGISTERS.items()}
@@ -107,7 +107,7 @@ def test_compiled_kernels_take_no_more_registers_than_the_table_and_none_spills(
     assert {name: taken for name, (taken, _) in found.items() if taken > limits[name]} == {}
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiles_anew")
 @pytest.mark.parametrize("width", [16, 80, 1024])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])

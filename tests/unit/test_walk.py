@@ -199,7 +199,7 @@ def test_a_changed_plan_that_the_validator_accepts_is_exact(replace_schedule, na
     assert 2 <= accepted <= 18  # enough of either kind to say something
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STARTS)
 def test_many_changed_plans_that_the_validator_accepts_are_exact(replace_schedule, name):
     assert _check_mutations(replace_schedule, name, range(20, 200)) >= 12
