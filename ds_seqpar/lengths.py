@@ -30,7 +30,7 @@ from .core.runtime import groups
 from .core.runtime.runtime import Runtime
 from .core.runtime.transport import TorchComm
 from .data.balance import shards_of
-from .data.batch_layout import positions_held
+from .data.batch_layout import Apart, positions_held
 from .data.batches import lengths_of
 from .data.checks import IGNORE, labels_of
 from .data.dealing import Dealt, deal, deal_by_length
@@ -176,7 +176,7 @@ class StepDealer:
             end += tokens
         pack = [row for pack in packs for row in pack]
         documents = tuple(length for row in pack for length in row.documents)
-        self._place(documents, UnevenShards(runs))
+        self._place(documents, Apart(runs))
         return _joined(pack, documents)
 
     @property

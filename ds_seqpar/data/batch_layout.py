@@ -84,6 +84,10 @@ class BatchLayout:
         return starts, starts
 
 
+class Apart(UnevenShards):
+    """Shards of a pack in which every document is whole on a rank. A rank's loss of it is its own part."""
+
+
 class EqualShares(enum.Enum):
     """The "placement" of a sharded batch of which the configured layout says everything, in graphs a constant."""
 
