@@ -496,8 +496,8 @@ class SequenceParallel:
         Returns:
             A loader with `set_epoch`, `state_dict` and `load_state_dict`, which yields a list of whole batches for each
             step, as many on every rank. Call the model with each, call `backward` of each loss, and step after the
-            last; gradients are to be averaged over ranks, as DDP does. The step's loss is
-            `sp.mean_loss(sum(losses))`.
+            last; gradients are to be averaged over ranks, as DDP does. A pack's loss may be this rank's part of it, so
+            that ranks need not wait; the step's loss is `sp.mean_loss(sum(losses))`.
 
         Raises:
             ConfigError, InputError, DisagreementError: `tokens_per_rank` is not set, a sample is longer than

@@ -15,6 +15,10 @@ from ..core.compiler.sharding.shards import Shards, UnevenShards
 from .balance import shards_of
 
 
+class Apart(UnevenShards):
+    """Shards of a pack in which every document is whole on one rank. A rank's loss of the pack is its own part."""
+
+
 class Part(NamedTuple):
     """Tokens of one document on one rank."""
 
@@ -49,7 +53,7 @@ class Pack:
         counts = [sum(documents) for documents in by_rank]
         starts = itertools.accumulate(counts, initial=0)
         runs = [(Run(start, 1, count),) if count else () for start, count in zip(starts, counts, strict=False)]
-        return cls(tuple(itertools.chain(*by_rank)), UnevenShards(runs))
+        return cls(tuple(itertools.chain(*by_rank)), Apart(runs))
 
     @functools.cached_property
     def parts(self) -> list[list[Part]]:

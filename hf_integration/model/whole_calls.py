@@ -22,6 +22,7 @@ from ds_seqpar.base.errors import ConfigError, InputError, SeqParError, as_seqpa
 from ds_seqpar.base.on_devices import to_device
 from ds_seqpar.core.runtime.operator import describe
 from ds_seqpar.data.batches import shard_call, shard_shared_prompts
+from ds_seqpar.data.placing import Apart
 from ds_seqpar.data.random_states import OwnStream
 from ds_seqpar.data.value_checks import ValueChecks
 from ds_seqpar.whole import WholeTensor, plain, whole_loss, whole_of
@@ -300,7 +301,8 @@ def _whole(sp: SequenceParallel, context: ForwardContext, labeled: bool, shifted
     if not isinstance(x, Tensor):
         return x
     if name == "loss" and labeled:
-        return whole_loss(sp.sharding, x)
+        apart = context.layout is not None and isinstance(context.layout.shards, Apart) and x.requires_grad
+        return x * sp.size if apart else whole_loss(sp.sharding, x)
     spec: Any = context.logits if name == "logits" else context.spec
     spec = spec.named(name)
     if x.shape[:2] == spec.lead:

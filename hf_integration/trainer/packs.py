@@ -20,6 +20,7 @@ from ds_seqpar.base.fingerprint import Fingerprint
 from ds_seqpar.data.batches import fingerprint
 from ds_seqpar.guards.agreement import together
 from ds_seqpar.lengths import Rows
+from ds_seqpar.whole import whole_loss
 
 from ..families import is_of_library, patch_of, unwrapped
 from ..model import whole_calls
@@ -147,7 +148,7 @@ class Packed(Behind):
                 self.current_gradient_accumulation_steps = 1
             loss = loss + super().training_step(model, batch, *args, **kwargs)
         self._weight = 1.0
-        return loss
+        return whole_loss(self.sp.sharding, loss / self.sp.size) if inputs else loss
 
     def floating_point_ops(self, inputs: Any) -> Any:
         batches = inputs if isinstance(inputs, PacksOfStep) else [inputs]
