@@ -71,5 +71,6 @@ def positions_of(model: PreTrainedModel, document: Mapping[str, Any]) -> Tensor:
     if (owner := next((module for module in model.modules() if hasattr(module, AXES_OF)), None)) is None:
         return counted
     names = inspect.signature(method := getattr(owner, AXES_OF)).parameters
-    axes = method(**{name: x for name, x in document.items() if name in names})[0].long()
+    given = {"attention_mask": torch.ones_like(ids), **document}  # Qwen3-Omni's needs one
+    axes = method(**{name: x for name, x in given.items() if name in names})[0].long()
     return axes if len(axes) > 3 else torch.cat([counted, axes])
