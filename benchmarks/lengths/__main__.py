@@ -12,8 +12,7 @@ A step is one layer of `MODEL`, forward and backward, on 8 nodes of one rank in 
 rank sleeps as long as the machine `--machine` computes, times --slower: by attention's pairs and by tokens. Tensors are
 sent for real, with heads of a --thinner-th, on links of a rank's real rate over both. A call's own time of processors,
 10 to 50 ms, is then --slower times less on that machine; ranks compare nothing, since hosts run ahead of accelerators.
-What a step needs for parameters is left out: a barrier for
-each sample, of (a), would only cost it more.
+What a step needs for parameters is left out: a barrier for each sample, of (a), would only cost it more.
 
 --real: a LLaMA on 2 ranks of this machine, loops with `sp.packs` and plain ones, forward and backward; lengths are a
 --scale-th.
