@@ -1,8 +1,8 @@
 """Read accelerate's ParallelismConfig, which scripts for DeepSpeed's Ulysses use, as our "sequence_parallel" section.
 
 It comes from TrainingArguments, from a script that gives it to its Accelerator, or from accelerate's launcher through
-the environment. In any case an Accelerator has it, and must not keep it: it would shard every batch a second time, with
-separate groups.
+the environment. In each case an Accelerator holds it, and must not keep it: the Accelerator would shard every batch a
+second time, with separate groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KERNELS = {
 
 
 def removed_from(accelerator: Accelerator) -> ParallelismConfig | None:
-    """Remove the ParallelismConfig that an Accelerator was made with, and return it; None where it has none."""
+    """Remove the ParallelismConfig from an Accelerator and return it; None if there is none."""
     state: Any = accelerator.state
     parallelism, state.parallelism_config, state.device_mesh = state.parallelism_config, None, None
     return parallelism
@@ -34,7 +34,8 @@ def removed_from(accelerator: Accelerator) -> ParallelismConfig | None:
 def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, world: int) -> Any:
     """Return the section with the settings of a ParallelismConfig.
 
-    Raises ConfigError if both have a setting and the values differ, and for fields other than sequence parallelism's.
+    Raises ConfigError if both specify a setting with different values, or for fields that do not concern sequence
+    parallelism.
     """
     if parallelism is None or not isinstance(section, Mapping):  # SequenceParallelConfig raises if it is no mapping
         return section
