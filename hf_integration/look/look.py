@@ -381,7 +381,7 @@ def _called_base(model: Any, seen: Seen) -> nn.Module:
 
 
 def _stack(model: Any, seen: Seen, base: nn.Module) -> str | None:
-    """Return the name of the innermost model in `base` that is called with embeddings and attends; None for `base`."""
+    """Return the name of the innermost model in `base` that takes embeddings and attends; None for `base` itself."""
     inside, attending = {*base.modules()} - {base}, _attending(model, seen)
     called = dict.fromkeys(name for name, _, is_output in seen.events if not is_output)
     stacks = [

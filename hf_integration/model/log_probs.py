@@ -1,7 +1,7 @@
-"""`sp.log_probs`: the log-probability of each label, by a patched model that makes no logits.
+"""`sp.log_probs`: the log-probability of each label from a patched model, without making logits.
 
-The model is called as for its logits, through all that is around it. But where its base model returns the last hidden
-state, the head computes the numbers a token from that, in tiles, and the rest of the forward goes on with no tokens.
+The model is called as for its logits, through all wrappers. But when its base model returns the last hidden state, the
+head computes the per-token numbers from it in tiles, and the rest of the forward continues with no tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TAKEN = {TEMPERATURE, ENTROPY, "fused_lm_head", "labels", "shift_labels", "num_i
 
 @dataclasses.dataclass
 class TokenNumbers(ModelOutput):
-    """Numbers (rows, tokens) of the token that each token is to predict, 0 where that has no label."""
+    """Numbers (rows, tokens) for the token that each token is to predict, 0 if that has no label."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
@@ -80,7 +80,7 @@ def log_probs(
 
 
 def _patched(sp: SequenceParallel, model: nn.Module) -> tuple[Any, Patch]:
-    """Return (the model of transformers inside, its patch). Raises ConfigError where it has no logits of its own."""
+    """Return (the transformers model inside, its patch). Raises ConfigError if it does not make logits itself."""
     inner = unwrapped(model)
     patch = patch_of(inner)
     if patch is None or patch.sp is not sp:
@@ -97,7 +97,7 @@ def _patched(sp: SequenceParallel, model: nn.Module) -> tuple[Any, Patch]:
 
 
 def _labels_of(input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the labels of all tokens but padding, and those that only padding could predict."""
+    """Return the labels of all tokens except padding, and the labels that only padding could predict."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise InputError(f"log_probs needs input_ids (rows, tokens); got {describe(input_ids)}, give such")
     labels = input_ids.long()
@@ -108,7 +108,7 @@ def _labels_of(input_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class _Call:
-    """One call of a model, and the hooks that replace its logits by numbers a token."""
+    """One call of a model, with the hooks that replace its logits by per-token numbers."""
 
     shift_labels: Tensor
     numbers: TokenNumbers | None = None
@@ -117,7 +117,7 @@ class _Call:
         self.sp, self.model, self.temperature, self.entropy = sp, model, temperature, entropy
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Take away what is asked for, behind the hook that shards the batch."""
+        """Remove the request from the arguments, after the hook that shards the batch."""
         if TEMPERATURE in kwargs:
             shifted = kwargs.get("shift_labels")
             if shifted is None:  # the forward is local
@@ -139,7 +139,7 @@ class _Call:
         return without_tokens(output, [])
 
     def of_tile(self, output_type: type, head: Any, tile: Tensor, cut: slice) -> Tensor:
-        """Return (rows, tokens, numbers) of a tile of the last hidden state."""
+        """Return (rows, tokens, numbers) for a tile of the last hidden state."""
         labels = self.shift_labels[:, cut].to(tile.device)
         logits = class_forward(
             self.model, lambda *args, **kwargs: output_type(last_hidden_state=tile), head, {"input_ids": labels}
