@@ -1,9 +1,9 @@
-"""Train a small Qwen3-VL to count disks in pictures, each row of six pictures shared by the ranks of a sequence.
+"""Train a small Qwen3-VL to count disks in pictures. The ranks of a sequence share each row of six pictures.
 
     deepspeed --num_gpus 2 examples/count_shapes.py --deepspeed ds_configs/zero2_sp2_dp.json
 
-It draws its pictures, takes a minute on two CPU ranks, and writes to --output_dir: `loss.png`, the loss curve, and
-`sample.png`, held-out pictures with the counts that the model answers. All of transformers' TrainingArguments are
+The script draws its own pictures and takes a minute on two CPU ranks. It writes two files to --output_dir: `loss.png`,
+the loss curve, and `sample.png`, held-out pictures with the model's counts. All of transformers' TrainingArguments are
 options.
 """
 
@@ -64,7 +64,7 @@ def small_model() -> PreTrainedModel:
 
 
 def draw(rng: random.Random) -> tuple[Image.Image, int]:
-    """Draw a picture of one of four sizes. Return (it, the number of its disks)."""
+    """Draw a picture of one of four sizes. Return (the picture, its number of disks)."""
     picture = Image.new("RGB", (rng.choice((3, 4)) * CELL, rng.choice((3, 4)) * CELL))
     cells = [(x, y) for x in range(0, picture.width, CELL) for y in range(0, picture.height, CELL)]
     chosen = rng.sample(cells, rng.randint(1, 4))
@@ -88,7 +88,7 @@ def row(seed: int) -> dict[str, Any]:
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Pad rows to the longest, and lay the patches of all pictures end to end, as the model takes them."""
+    """Pad rows to the longest, and lay the patches of all pictures end to end, as the model expects."""
     longest = max(len(one["input_ids"]) for one in rows)
     padded = {
         name: torch.tensor([one[name] + [fill] * (longest - len(one[name])) for one in rows])

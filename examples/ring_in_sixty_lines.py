@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 4 examples/ring_in_sixty_lines.py
 
 Each rank holds the queries, keys and values of its own tokens, and all ranks attend to the whole sequence. Queries stay
-where they are; keys and values go round the ring. In each step a rank sends the block that it holds to the next rank
-while it computes with it, and merges the result into what it has. After `size` steps every query has met every key, and
-no rank ever held more than two foreign blocks. It prints that this equals attention on one device.
+where they are; keys and values travel around the ring. In each step a rank computes with the block that it holds, sends
+it to the next rank meanwhile, and merges the result into its own. After `size` steps every query has met every key, and
+no rank ever held more than two foreign blocks. The script checks that this equals attention on one device and prints
+the result.
 """
 
 from __future__ import annotations
@@ -21,17 +22,16 @@ from torch import Tensor
 def tokens_of(rank: int, size: int, seq: int) -> Tensor:
     """Return the positions of a rank's tokens: chunks r and 2 size - 1 - r of 2 size ("zigzag").
 
-    Under a causal mask late queries see more keys than early ones. An early and a late chunk together make the work of
-    all ranks equal, in every step.
+    Under a causal mask late queries see more keys than early ones. With an early and a late chunk each, all ranks have
+    equal work in every step.
     """
     chunks = torch.arange(seq).chunk(2 * size)
     return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
 class Hop:
-    """This rank's block on its way to the next rank, and the previous rank's on its way here.
-
-    The two are posted together: over NCCL a send that is posted alone may wait for ever for its receive.
+    """The transfer of this rank's block to the next rank, and of the previous rank's block to this one. Both are posted
+    together: over NCCL a send that is posted alone may wait forever for its receive.
     """
 
     def __init__(self, block: Tensor) -> None:
