@@ -1,4 +1,4 @@
-"""Imported last by the server that ranks are forked from."""
+"""Imported last by the server from which ranks are forked."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Virtual ranks that run what a rank runs, backward too, each in a thread of its own: messages wait in a mailbox."""
+"""Virtual ranks that run what a rank runs, including backward, each in its own thread. Messages wait in a mailbox."""
 
 import contextlib
 import queue
@@ -44,7 +44,7 @@ def on_virtual_ranks(function, **config):
         config: The fields of a `SequenceParallelConfig`.
 
     Returns:
-        (what it returned on each rank, the elements that each rank received, by kind).
+        (the result of each rank, the number of elements that each rank received, by kind).
     """
     config = SequenceParallelConfig(**config)
     size, count = config.size, config.ulysses
