@@ -38,11 +38,11 @@ from matplotlib import pyplot as plt
 
 WORDS = ["<pad>", "<picture>", "<film>", "<start>", "<end>", "how", "many", "?", ".", "1", "2", "3", "4"]
 ID = {word: number for number, word in enumerate(WORDS)}
-PATCH, MERGE, CELL = 8, 2, 16  # pixels; patches a token, each way; pixels of a disk's cell, which is a token
+PATCH, MERGE, CELL = 8, 2, 16  # pixels; patches per token and axis; pixels of a disk's cell, which is a token
 PROCESSOR = Qwen2VLImageProcessorPil(
     patch_size=PATCH, merge_size=MERGE, temporal_patch_size=1, min_pixels=1, max_pixels=2**20
 )
-PICTURES = 6  # of a row
+PICTURES = 6  # pictures in a row
 IGNORE = -100
 
 

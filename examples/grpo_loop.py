@@ -66,7 +66,7 @@ def main() -> None:
         labels = ids.index_fill(1, torch.arange(PROMPT, device=sp.device), -100)
         reward = reward_of(prompts, ids[:, PROMPT:]).view(PROMPTS, SAMPLES)
         advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)
-        for update in range(2):  # on the same completions
+        for update in range(2):  # two updates on the same completions
             logps = sp.log_probs(model, ids, labels=labels)[:, -NEW:]
             if update == 0:
                 old = logps.detach()

@@ -23,7 +23,7 @@ from hf_integration import share_sequences
 FILLERS, WORDS = 16, 32  # vocabulary: the words of hay, then those of needles
 NEEDLES, WIDTH = 4, 4  # needles in a haystack; words of each, a key and three of its value
 LONGEST = 256  # tokens of the longest haystack in training
-LENGTHS, DEPTHS = (64, 128, 256, 512, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)  # where needles are looked for
+LENGTHS, DEPTHS = (64, 128, 256, 512, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)  # lengths and depths that are tested
 
 
 def small_llama() -> LlamaForCausalLM:
@@ -56,7 +56,7 @@ def batch_of(progress: float) -> tuple[Tensor, Tensor]:
     most = NEEDLES + (LONGEST // WIDTH - NEEDLES) * min(1.0, max(0.0, 3 * progress - 1.5))
     hay, needles = haystacks(32, WIDTH * int(torch.randint(NEEDLES, int(most) + 1, ())))
     values = needles.clone()
-    values[:, :, 0] = -100  # which key is asked cannot be known
+    values[:, :, 0] = -100  # which key is queried cannot be known
     labels = torch.cat([torch.full_like(hay, -100), values.flatten(1)], 1)
     return torch.cat([hay, needles.flatten(1)], 1), labels
 

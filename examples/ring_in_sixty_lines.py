@@ -54,12 +54,12 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rank, size = dist.get_rank(), dist.get_world_size()
         out = torch.zeros_like(q)
-        lse = q.new_full((*q.shape[:3], 1), float("-inf"))  # of each row, the log-sum-exp of its scores so far
-        kv = torch.stack([k, v])  # one message in place of two
+        lse = q.new_full((*q.shape[:3], 1), float("-inf"))  # the log-sum-exp of each row's scores so far
+        kv = torch.stack([k, v])  # one message instead of two
         for step in range(size):
-            hop = Hop(kv) if step < size - 1 else None  # under way during the product
+            hop = Hop(kv) if step < size - 1 else None  # in transit during the product
             scores = scores_of(q, kv[0], rank, (rank - step) % size)
-            # softmax over all keys so far is a weighted mean: of that over the keys before, and that over this block's
+            # softmax over all keys so far is a weighted mean of that over earlier keys and that over this block's keys
             lse_before, lse = lse, torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))
             out = out * (lse_before - lse).exp() + torch.einsum("bqhk,bkhd->bqhd", (scores - lse).exp(), kv[1])
             kv = hop.wait() if hop else kv
@@ -70,7 +70,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = ctx.saved_tensors
         rank, size = dist.get_rank(), dist.get_world_size()
-        delta = (do * out).sum(-1, keepdim=True)  # all that the gradient of softmax needs of the other blocks
+        delta = (do * out).sum(-1, keepdim=True)  # all that the gradient of softmax needs from the other blocks
         dq, kv, gradient_hop = torch.zeros_like(q), torch.stack([k, v]), None
         for step in range(size):
             hop = Hop(kv) if step < size - 1 else None
@@ -80,13 +80,13 @@ class RingAttention(torch.autograd.Function):
             dq += torch.einsum("bqhk,bkhd->bqhd", dscores, kv[0])
             dkv = torch.stack([torch.einsum("bqhk,bqhd->bkhd", *pair) for pair in ((dscores, q), (weights, do))])
             if step == 0:
-                dkv_of_own = dkv  # which is at home
-            else:  # that of a visiting block follows it a step behind, and each rank adds its own share
+                dkv_of_own = dkv  # it has returned
+            else:  # a visiting block's gradient follows one step behind it, and each rank adds its share
                 if gradient_hop:
                     dkv += gradient_hop.wait()
                 gradient_hop = Hop(dkv)
             kv = hop.wait() if hop else kv
-        if gradient_hop:  # the last hop brings it home
+        if gradient_hop:  # the last hop returns it
             dkv_of_own += gradient_hop.wait()
         return dq, *dkv_of_own
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .trainer.callback import SequenceParallelCallback
     from .trainer.trainer import SequenceParallelMixin, SequenceParallelTrainer
 
-# (major, minor), both of which `make test-all` runs; setup.cfg says the same
+# (major, minor); `make test-all` runs both, and setup.cfg specifies the same
 OLDEST, NEWEST = (5, 18), (5, 23)
 LATER = {
     "SequenceParallelCallback": "trainer.callback",

@@ -14,7 +14,7 @@ from accelerate import Accelerator, ParallelismConfig
 
 from ds_seqpar.base.errors import SECTION, ConfigError
 
-# an sp_attn_implementation -> our kernel; any other is refused
+# sp_attn_implementation -> our kernel; others are refused
 KERNELS = {
     None: None,
     "None": None,
@@ -37,7 +37,7 @@ def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, wo
     Raises ConfigError if both specify a setting with different values, or for fields that do not concern sequence
     parallelism.
     """
-    if parallelism is None or not isinstance(section, Mapping):  # SequenceParallelConfig raises if it is no mapping
+    if parallelism is None or not isinstance(section, Mapping):  # SequenceParallelConfig raises if it is not a mapping
         return section
     for field in ("tp_size", "cp_size"):
         if (value := getattr(parallelism, field)) > 1:
@@ -46,7 +46,7 @@ def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, wo
                 f"of accelerate's ParallelismConfig sequence parallelism takes sp_size and its dp sizes; got {field} "
                 f"{value}, {instead}"
             )
-    if parallelism.sp_size == 1:  # it has data parallel sizes only, which DeepSpeed has anyway
+    if parallelism.sp_size == 1:  # it has only data parallel sizes, which DeepSpeed has anyway
         return section
     groups = parallelism.dp_replicate_size * parallelism.dp_shard_size
     if groups not in (1, world // parallelism.sp_size):

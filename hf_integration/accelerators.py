@@ -40,7 +40,7 @@ from . import accelerate_config, compat
 from .loaders import examples_of, prepare_loader, stream_of
 from .module_patch import patch_on
 
-TRAINED = (Optimizer, DummyOptim, LRScheduler, DummyScheduler)  # what `prepare` takes beside a model to train it
+TRAINED = (Optimizer, DummyOptim, LRScheduler, DummyScheduler)  # what `prepare` takes besides a model to train it
 
 
 class GroupState:
@@ -332,13 +332,13 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
 
 # ---- Accelerators that count ranks where they should count groups
 
-# members of an Accelerator that count processes; `prepare` does with a scheduler among its arguments
+# members of an Accelerator that count processes; `prepare` does so if a scheduler is among its arguments
 COUNTS = ("prepare", "prepare_scheduler", "gather", "gather_for_metrics", "reduce", "split_between_processes",
           "num_processes")  # fmt: skip
-# packages that call them where ranks are meant, or with their own Accelerator
+# packages that call them for ranks, or on their own Accelerator
 EXEMPT_CALLERS = ("accelerate", "transformers", "trl", "hf_integration")
 _patched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # base models that may share sequences
-_counted: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # Accelerators that `share_accelerator` was called with
+_counted: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # Accelerators passed to `share_accelerator`
 
 
 def watch(model: nn.Module) -> None:

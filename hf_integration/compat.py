@@ -29,7 +29,7 @@ from .rebinding import globals_read
 attention_name = attribute(
     "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "the attention of a local forward"
 )
-# where a config keeps that name, for itself and not for its parts
+# where a config keeps that name for itself, not for its parts
 ATTENTION = mark("transformers.configuration_utils:_attn_implementation_internal")
 # set on layers by gradient_checkpointing_enable
 CHECKPOINT = mark("transformers.modeling_utils:_gradient_checkpointing_func")
@@ -41,7 +41,7 @@ NEFTUNE = mark("transformers.integrations.neftune:neftune_noise_alpha")
 set_output_recorders = private(
     "transformers.monkey_patching:patch_output_recorders", "a small copy of a model whose classes are patched"
 )
-# of FSDP1's flat parameters, and of those that are parts of one
+# attributes of FSDP1's flat parameters, and of parameters that are parts of one
 FLATTENED = mark("torch.distributed.fsdp._common_utils:_fsdp_flattened")
 # the function of "eager" attention, in the file of each model; local forwards would raise KeyError
 EAGER = mark("transformers.models.llama.modeling_llama:eager_attention_forward")
@@ -63,12 +63,12 @@ generation_config_of = attribute(
 
 train_batch_size = attribute("transformers.trainer:Trainer._train_batch_size", "a Trainer's count of sequences")
 loss_since_log = attribute("transformers.trainer:Trainer._tr_loss", "`train_loss`")
-# of trl's GRPO and RLOO
+# attributes of trl's GRPO and RLOO
 is_vlm = attribute("trl.trainer.grpo_trainer:GRPOTrainer._is_vlm", "GRPO and RLOO")
 extra_logs = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_extra_logs", "`log_extra` of reward functions")
 extra_metrics = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_metrics", "`log_metric` of reward functions")
 TRL_BASE = mark("trl.trainer.base_trainer:_BaseTrainer")  # the base of trl's Trainers, which would be refused
-# private methods that `SequenceParallelMixin` extends -> what breaks where the Trainer calls them no more
+# private methods that `SequenceParallelMixin` extends -> what breaks if the Trainer no longer calls them
 EXTENDED = {
     "_prepare_for_training": "Liger's kernels in a patched model",
     "_finalize_training": "`train_loss`",
@@ -144,7 +144,7 @@ def check_calls(cls: type) -> None:
     for base in cls.__mro__:
         for name, method in vars(base).items() if base.__module__.startswith("trl.") else ():
             scope = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__globals__", {})
-            # also those that its file has under another name
+            # including those that its file has under another name
             read = {x for x in globals_read(method) if {x, getattr(scope.get(x), "__name__", x)} & _COUNTS_RANKS}
             found.setdefault(name, read)
     for name in sorted({*expected, *found}):
@@ -175,7 +175,7 @@ _GROUPS = "an Accelerator that counts groups of ranks"
 schedulers = attribute("accelerate.accelerator:Accelerator._schedulers", _GROUPS)
 models = attribute("accelerate.accelerator:Accelerator._models", _GROUPS)
 loaders = attribute("accelerate.accelerator:Accelerator._dataloaders", _GROUPS)
-# set on a loader that is not to be prepared again: each rank of a sequence would get other batches
+# set on a loader that must not be prepared again: ranks of a sequence would get different batches
 PREPARED = mark("accelerate.accelerator:_is_accelerate_prepared")
 
 
@@ -211,11 +211,11 @@ def watch_member(name: str, check: Callable[[Accelerator, FrameType, tuple], Non
 
 # ---- DeepSpeed
 
-ENGINE = mark("deepspeed.runtime.engine:global_samples")  # engines have it; their figures would count ranks
+ENGINE = mark("deepspeed.runtime.engine:global_samples")  # engines use it; their figures would count ranks
 
 # set on the parameters and modules that ZeRO-3 has; a model would count as one that it does not have
 ZERO_ID = mark("deepspeed.runtime.zero.partition_parameters:ds_id")
-# set on a module whose parameters ZeRO-3 is to treat as one; it would reduce the gradients of each tile alone
+# set on a module whose parameters ZeRO-3 must treat as one; otherwise it would reduce gradients tile by tile
 LEAF = mark("deepspeed.utils.z3_leaf_module:_z3_leaf")
 
 
@@ -258,7 +258,7 @@ def without_zero_hooks(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for hooks, all_hooks in before:
-            hooks.update({key: hooks.pop(key, hook) for key, hook in all_hooks.items()})  # in their order
+            hooks.update({key: hooks.pop(key, hook) for key, hook in all_hooks.items()})  # in their original order
 
 
 @contextlib.contextmanager

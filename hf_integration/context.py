@@ -34,9 +34,9 @@ class ForwardState:
 
     begun: bool = False  # whether the base model was called
     losses: list[float] | None = None  # the sum of token losses of each tile; None: the loss is not to be checked
-    router_logits: tuple[Tensor, ...] | None = None  # of the base model, until the forward ends
+    router_logits: tuple[Tensor, ...] | None = None  # those of the base model, until the forward ends
     noise: OwnNoise | None = None  # while this rank draws for its own tokens
-    shared: list[Tensor] | None = None  # the random states of all ranks, when one last drew for its own tokens
+    shared: list[Tensor] | None = None  # the random states of all ranks when a rank last drew for its own tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,20 +47,20 @@ class ForwardContext:
     instances hide that they are dataclasses.
     """
 
-    mode: Mode | None = None  # None: the base model's call will say
+    mode: Mode | None = None  # None: the base model's call will decide
     module: nn.Module | None = None  # the module that is called
     layout: BatchLayout | None = None  # None: sequences are shared equally
-    positions: Tensor | None = None  # the position_ids with which the base model is to be called
-    spec: ShardSpec | None = None  # of a whole batch that was sharded
-    logits: ShardSpec | None = None  # of its tokens that get logits
+    positions: Tensor | None = None  # the position_ids with which the base model will be called
+    spec: ShardSpec | None = None  # the spec of a whole batch that was sharded
+    logits: ShardSpec | None = None  # the spec of its tokens that get logits
     cached: Any = None  # the CachedForward of a forward with a cache in parts
-    media: Any = None  # the MediaCall of a whole call of which the stack inside makes shards
+    media: Any = None  # the MediaCall of a whole call that the stack inside shards
     shared: SharedPrompts | None = None  # the prompts of a whole batch that are computed once for several rows
-    compared: ValueChecks | None = None  # what ranks compare of a whole batch, together with the forward
+    compared: ValueChecks | None = None  # what ranks compare for a whole batch, together with the forward
     rope_tokens: int | None = None  # tokens up to the longest position; None: RoPE sees them all
     state: ForwardState = dataclasses.field(default_factory=ForwardState)
     outer: ForwardContext | None = None  # the context around this one
-    within: bool = False  # whether the module was called by that of `outer`, and not by a hook of a user's
+    within: bool = False  # whether the module was called by that of `outer`, not by a user's hook
 
     @property
     def is_outermost(self) -> bool:

@@ -168,7 +168,7 @@ def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, 
         vars(module).update({key: copies[id(x)] for key, x in vars(module).items() if id(x) in copies})
     text = model.config.get_text_config(decoder=True)
     before, parts = attention_name(text), [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    for part in [part for part in parts if part.config is text][-1:]:  # classes around it may be a user's
+    for part in [part for part in parts if part.config is text][-1:]:  # enclosing classes may be a user's
         part.set_attn_implementation({"": name})
     for module_name, module in (attending or {}).items():
         if attention_name(module.config) != name:

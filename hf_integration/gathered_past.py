@@ -38,14 +38,14 @@ from .families import name_before
 from .graph_breaks import between_graphs
 from .module_patch import is_overridden, override, patched
 
-CACHES = ("past_key_values", "layer_past")  # names of the argument that a cache is given by
-BY_KEY, PER_HEAD = "alibi", "position_bias"  # names of arguments that have no dim of queries
+CACHES = ("past_key_values", "layer_past")  # names of the cache argument
+BY_KEY, PER_HEAD = "alibi", "position_bias"  # names of arguments without a query dim
 WHOLE = BY_KEY, PER_HEAD
 SHARED = "shared_kv_states"  # the name of an argument by which layers share keys
-KEYS = "keys"  # what keys and values are called that a module gave its cache
-CONVOLUTION = "convolution "  # of whose outputs keys may be made
+KEYS = "keys"  # the name of the keys and values that a module gave its cache
+CONVOLUTION = "convolution "  # the name of a convolution from whose outputs keys may be made
 POOLS = "compress_ratio"  # an attribute of an indexer that rotates what it has made of several keys, by their positions
-LAYER = "a layer that gathers keys"  # in errors
+LAYER = "a layer that gathers keys"  # for error messages
 NUMBERS = ("position_ids", "prev_topk_indices")  # names of arguments that number keys
 ROWS = 256  # tokens that a module computes at a time
 
@@ -355,7 +355,7 @@ def joined(outputs: Sequence[Any], pieces: Sequence[Piece]) -> Any:
     if isinstance(outputs[0], tuple | list):
         return type(outputs[0])(joined(each, pieces) for each in zip(*outputs, strict=True))
     lengths = [piece.length for piece in pieces]
-    if not isinstance(outputs[0], Tensor) or outputs[0].dim() < 2:  # as a bias that the layer adds
+    if not isinstance(outputs[0], Tensor) or outputs[0].dim() < 2:  # such as a bias that the layer adds
         return outputs[0]
     if outputs[0].dim() != 3 or [x.shape[1] for x in outputs] != lengths:
         return None
@@ -524,7 +524,7 @@ def _telling(sp: SequenceParallel, module: nn.Module) -> Iterator[None]:
     except SeqParError:
         raise
     except Exception as reason:
-        if not is_forward:  # which may be a checkpoint that stops early
+        if not is_forward:  # this may be a checkpoint that stops early
             raise
         error = as_seqpar_error(f"{type(module).__name__}, a layer that gathers keys, failed", reason)
     if is_forward:

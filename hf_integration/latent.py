@@ -32,7 +32,7 @@ def use_latent(module: Any) -> None:
 def _expand_kv(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values, or the 3-dim (latent (B, s, R), matrix (H, R, D + Dv)) for attention to expand."""
     if torch.compiler.is_compiling() and patched(module).sp.config.latent_attention != "latent":
-        return type(module).expand_kv(module, kv_nope, k_rot)  # a graph does not know what forward it is in
+        return type(module).expand_kv(module, kv_nope, k_rot)  # a graph cannot tell in which forward it runs
     return _latent(module, kv_nope, k_rot)
 
 

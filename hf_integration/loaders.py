@@ -97,7 +97,7 @@ def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) ->
         **{
             "device": sp.device,
             "put_on_device": True,
-            "dispatch_batches": False,  # otherwise the first rank would send every rank another part of a batch
+            "dispatch_batches": False,  # otherwise the first rank would send each rank a different part of a batch
             "rng_types": ["generator"],
             "use_stateful_dataloader": hasattr(loader, "state_dict"),
             **settings,

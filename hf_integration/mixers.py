@@ -33,7 +33,7 @@ from .module_patch import is_overridden, override
 from .rebinding import globals_read, rebound
 
 PLAIN = "sequence_parallel_without_kernels"  # an attribute of the mixers of a small copy
-ALIGNED = 8  # elements, of which causal-conv1d wants multiples as strides of tokens and rows
+ALIGNED = 8  # causal-conv1d requires token and row strides that are multiples of this number of elements
 CHUNK = 8  # tokens that torch's functions compute at a time in a small copy
 
 
@@ -47,7 +47,7 @@ class Engine(Protocol):
         """Run a causal convolution, as `ds_seqpar.operators.recurrence.causal_conv` does."""
 
 
-# from the keywords of a call; None: the call is to be as it was
+# the engine for the keywords of a call; None: the call stays unchanged
 EngineOf = Callable[[dict[str, Any]], Engine | None]
 
 
@@ -89,7 +89,7 @@ def _mamba2(
         return _decayed(out, state.mT, readout, dt * rates)
 
     settings = {"return_final_states": True}
-    # not in the function, where the dt of padding is 0
+    # not inside the function, where the dt of padding is 0
     dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     cell = Cell(B.shape[-1], x.shape[-1], decays=True)
@@ -98,7 +98,7 @@ def _mamba2(
 
 def _decayed(out: Tensor, state: Tensor, readout: Tensor, log_decay: Tensor) -> Rows:
     """Return the rows of a state that decays; readout: (N, L, groups, K), log_decay: (N, L, H)."""
-    decay = log_decay.to(sum_dtype(log_decay.dtype)).cumsum(1).exp()  # a sum in bf16 grows no more after 256 tokens
+    decay = log_decay.to(sum_dtype(log_decay.dtype)).cumsum(1).exp()  # a sum in bf16 stops growing after 256 tokens
     return Rows(out, state, readout, decay[:, -1, :, None, None], decay)
 
 
@@ -114,7 +114,7 @@ SEAMS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _mamba2,
     "mamba2_split_conv1d_scan_combined": _fused,
 }
-# functions of Mamba-1, whose layers have a state of their own for each channel
+# functions of Mamba-1, whose layers have a separate state for each channel
 UNKNOWN = {"mamba_selective_scan", "mamba_inner_fn"}
 # attributes of a module with lightning attention, whose forward calls no function for it
 LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")

@@ -22,14 +22,14 @@ ATTRIBUTE = "_sequence_parallel"
 class ModulePatch:
     """What a patch has added to one module."""
 
-    sp: Any = None  # the SequenceParallel, of modules that attend
-    mask: Any = None  # their Mask
+    sp: Any = None  # for modules that attend: the SequenceParallel
+    mask: Any = None  # for modules that attend: their Mask
     chunk: int | None = None  # the length of the chunks of a document that see only themselves
     # of a module with an index: those of the model that run on all of a rank's tokens at once, where all of them can
     selecting: list[nn.Module] = dataclasses.field(default_factory=list)
-    head_chunks: int = 1  # of the module of which this one is a copy that has one of them
-    model: Any = None  # of a base model: the Patch of its model
-    base: str | None = None  # of a model: the name of the module that heads call, where that is not its base model
+    head_chunks: int = 1  # if this is a copy with one head chunk: their number
+    model: Any = None  # for a base model: the Patch of its model
+    base: str | None = None  # for a model: the name of the module that heads call, if it is not the base model
     # name of an attribute -> (what it was replaced by, {} or {name: what it was})
     replaced: dict[str, tuple[Any, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     hooks: list[RemovableHandle] = dataclasses.field(default_factory=list)

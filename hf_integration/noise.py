@@ -18,7 +18,7 @@ from ds_seqpar.guards.mismatch_hints import RANDOM
 
 from .compat import NEFTUNE
 
-NUMBERS = re.compile(r".*(drop|jitter|noise).*")  # names of numbers that make noise
+NUMBERS = re.compile(r".*(drop|jitter|noise).*")  # names of numbers that set noise
 
 
 class OwnNoise:
@@ -35,7 +35,7 @@ class OwnNoise:
         self.stream = own_stream(sp) if sp.size > 1 else None
         self.neftune = {module: vars(module)[NEFTUNE] for module in model.modules() if NEFTUNE in vars(module)}
         length = tokens * sp.size if layout is None else layout.tokens // (layout.rows or 1)
-        for module, alpha in self.neftune.items():  # which the hook divides by the root of this rank's tokens
+        for module, alpha in self.neftune.items():  # the hook divides it by the root of this rank's tokens
             setattr(module, NEFTUNE, alpha * (tokens / length) ** 0.5)
 
     def end(self) -> list[Tensor] | None:

@@ -25,8 +25,8 @@ from ds_seqpar.operators.sparse import attention_to_kept, sparse_attention, top_
 from .compat import ATTENTION
 from .latent import EXPAND, PROJECTION, is_linear, matrix_of
 
-NAME = "ds_seqpar_sparse"  # of our attention function in transformers
-LATENT, INDEX = "latent", "index"  # what a selection gathers or keeps
+NAME = "ds_seqpar_sparse"  # the name of our attention function in transformers
+LATENT, INDEX = "latent", "index"  # the kinds of tensors that a selection gathers or keeps
 Keep = Callable[[str, Tensor], Tensor]
 
 
@@ -41,7 +41,7 @@ class Selection:
         is used.
     """
 
-    dtype = torch.bool  # of a mask
+    dtype = torch.bool  # the dtype of a mask
 
     def __init__(
         self,

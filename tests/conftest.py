@@ -15,7 +15,7 @@ from examples.demo import HIDDEN
 
 if not (ON_GPU := bool(os.environ.get("GPU_TESTS"))):
     os.environ.update(HIDDEN)
-# torch's other way to look for GPUs begins to use them, and ranks that are forked afterwards cannot
+# torch's other way of detecting GPUs initializes CUDA, after which forked ranks cannot use it
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
@@ -31,7 +31,7 @@ def pytest_configure(config):
     grids.quick = "not slow" in config.getoption("markexpr")
 
 
-@pytest.hookimpl(trylast=True)  # after those that -m leaves out are gone
+@pytest.hookimpl(trylast=True)  # after -m has deselected tests
 def pytest_collection_modifyitems(items):
     """Refuse tests for CPUs if GPUs are visible, since they would train on them."""
     if ON_GPU and (others := [item.nodeid for item in items if "gpu" not in item.keywords]):
@@ -61,7 +61,7 @@ def compiled():
     happens here, where no rank's time limit can interrupt it. The lock of an interrupted run is removed."""
     os.makedirs(os.environ["TORCH_EXTENSIONS_DIR"], exist_ok=True)
     with open(os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "tests.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # test workers one after another
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one test worker at a time
         op_lock.compile_op()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = "TESTS_COSTS"  # of the environment: where every process writes what it took
+FOLDER = "TESTS_COSTS"  # environment variable: the folder in which every process writes its costs
 CAUSES = {
     "imports": "what test workers import",
     "rank servers": "what servers of ranks import, and their part of forks",
@@ -32,8 +32,8 @@ CAUSES = {
 }
 TICK = os.sysconf("SC_CLK_TCK")
 
-found: dict[str, Counter] = {}  # test -> cause -> seconds, of this worker
-_inside = Counter()  # cause -> seconds in functions that are watched
+found: dict[str, Counter] = {}  # test -> cause -> seconds, for this worker
+_inside = Counter()  # cause -> seconds in watched functions
 
 
 def seconds_of(pid):

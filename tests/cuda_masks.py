@@ -206,7 +206,7 @@ def flash_forward(num_rows, num_columns, max_rows, max_columns, causal, left, ri
                 shown &= _limits(rows, columns, shift, left, right)
             elif is_causal and step < masked_steps:
                 shown &= _distances(rows, columns) <= shift
-            assert step < masked_steps or is_local or len(columns) == width  # else keys that are not there would count
+            assert step < masked_steps or is_local or len(columns) == width  # otherwise missing keys would count
     return sees
 
 

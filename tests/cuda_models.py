@@ -28,7 +28,7 @@ from tests.cuda_masks import (
     flash_forward,
 )
 
-launches = Counter()  # of each operator, by the tests that look; and backward calls that were asked to repeat exactly
+launches = Counter()  # calls of each operator, for tests; and backward calls that must be deterministic
 STAND_INS = Path(__file__).with_name("stand_in") / "packages"
 WIDE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -304,7 +304,7 @@ def _as_read(out, dtype):
     attention_backward.cu computes it, using strides."""
     if dtype.itemsize > 2 or out.is_contiguous():
         return out
-    assert not isinstance(out, FakeTensor)  # which has no values that would be wrong
+    assert not isinstance(out, FakeTensor)  # it has no values that could be wrong
     return out.as_strided(out.shape, (out.stride(0), out.shape[2] * out.shape[3], *out.stride()[2:]))
 
 
@@ -317,7 +317,7 @@ def _efficient_seen(mask, query, key, kind, window):
     rows, columns = query.shape[1], key.shape[1]
     assert kind in range(BOTTOM_RIGHT + 1)
     assert kind != TOP_LEFT or rows == columns
-    assert kind == 0 or rows <= columns  # the kernel compares a difference of both without a sign
+    assert kind == 0 or rows <= columns  # the kernel compares their unsigned difference
     assert window is None or (kind and window > 0)
     return None if isinstance(query, FakeTensor) else mask(rows, columns, kind, window or 0)
 
@@ -368,7 +368,7 @@ def _cudnn_backward(
 
 
 def _of_cudnn(causal, *tensors):
-    """The operands in shape (B, m, H, D), followed, if there are three, by what is seen: causal from the upper left
+    """The operands in shape (B, m, H, D), with what is seen after the first three: causal from the upper left
     corner."""
     q, k, v, *more = (x.transpose(1, 2) for x in tensors)
     _check(q, (q, k, v, *more), multiple=8)

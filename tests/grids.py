@@ -8,7 +8,7 @@ import itertools
 import pytest
 from hypothesis import settings
 
-quick = False  # whether tests that are marked `slow` are left out; the root conftest knows
+quick = False  # whether tests marked `slow` are skipped; set by the root conftest
 
 
 def few_then_rest(few, rest):
@@ -47,7 +47,7 @@ def pairwise(cases, without=()):
 
 def _chosen(cases):
     """The indices of the cases in the cover."""
-    # every pair of values has a bit, as sets of tuples take many times the time
+    # every pair of values has a bit, since sets of tuples take many times as long
     bits = {}
     pairs = [
         sum(1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(sorted(case.items()), 2))
@@ -58,7 +58,7 @@ def _chosen(cases):
     heapq.heapify(heap)
     taken = []
     while wanting:
-        # counts only ever fall, so a case whose count still stands at the top of the heap has the most
+        # counts only decrease, so a case whose count is still at the top of the heap has the most
         count, index = heapq.heappop(heap)
         fresh = (pairs[index] & wanting).bit_count()
         if fresh == -count:

@@ -146,7 +146,7 @@ class KernelSuite:
     def test_full_block_of_unequal_lengths(self, kernel, dtype, q_len, kv_len):
         self.check(kernel, dtype, *self.inputs(kernel, dtype, q_len, kv_len), False)
 
-    # a mask that a kernel aligns to the other corner is silently wrong, where lengths differ
+    # if lengths differ, a mask that a kernel aligns to the other corner is silently wrong
     @pytest.mark.parametrize(("q_len", "kv_len"), [(24, 56), (56, 24), (9, 2)])
     def test_causal_block_of_unequal_lengths_is_aligned_top_left(self, kernel, dtype, q_len, kv_len):
         inputs = self.inputs(kernel, dtype, q_len, kv_len)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tests import costs, plants
 
-# what ranks import sooner or later; a name that another release does not have is passed over
+# modules that ranks import sooner or later; names that a release lacks are skipped
 PRELOAD = [
     "tests.preloading",
     "torch.distributed",
@@ -80,15 +80,15 @@ def on_ranks(world, function, *args, timeout=120, check=True, patience=60, keep=
     return [errors.get(rank, results.get(rank)) for rank in range(world)]
 
 
-# for what leaves nothing behind in its process: no settings, no patched functions, no groups
+# for functions that leave nothing behind in their process: no settings, patched functions or groups
 on_warm_ranks = functools.partial(on_ranks, keep="plain")
-# for what leaves behind what DeepSpeed's engines or Trainers do: groups, and accelerate's settings
+# for functions that leave behind what DeepSpeed's engines or Trainers do: groups and accelerate's settings
 on_engine_ranks = functools.partial(on_ranks, keep="deepspeed")
 on_trainer_ranks = functools.partial(on_ranks, keep="trainer")
-_kept = {}  # world -> (word, Ranks that wait for the next function)
-_found = {}  # on a rank: what a new process has
+_kept = {}  # world -> (key, Ranks that wait for the next function)
+_found = {}  # on a rank: the state of a new process
 KEPT_WORLD = 4  # larger ones would fill the memory
-KEPT_FILES = 200  # open in a rank: groups that a test has left, with their sockets
+KEPT_FILES = 200  # the most open files in a rank: tests leave groups with their sockets
 
 
 def on_each_of(ranks, **options):
@@ -184,7 +184,7 @@ class Ranks:
         """({rank: result}, {rank: (type name, message, traceback)}); after a rank has failed, only `close` may be
         called."""
         for pipe in self.pipes:
-            with contextlib.suppress(OSError):  # of one that is gone there is nothing to read either
+            with contextlib.suppress(OSError):  # the process may have ended
                 pipe.send((function, args))
         results, errors, deadline = {}, {}, time.monotonic() + (timeout if not self.is_debugged else 24 * 3600)
         for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
@@ -208,7 +208,7 @@ class Ranks:
         """Adds the time that the ranks took since the last count to the costs of this test."""
         if costs.FOLDER in os.environ:
             for rank, process in enumerate(self.processes):
-                with contextlib.suppress(OSError):  # it ended before
+                with contextlib.suppress(OSError):  # it had already ended
                     phases = json.loads(Path(self.folder.name, f"{rank}.json").read_text())
                     self.counted[rank] = costs.rank_took(process.pid, phases, self.counted[rank])
 
@@ -259,14 +259,14 @@ def _rank(rank, world, folder, port, patience, environment, pipe, stdin):
         outcome = _outcome(dist.init_process_group, ("gloo", store, timedelta(seconds=patience), world, rank))
     if costs.FOLDER in os.environ:
         Path(folder, f"{rank}.json").write_text(json.dumps([began, time.process_time()]))
-    # nobody leaves while a peer may still talk to it: the parent closes the pipe once all are done
+    # no rank leaves while another may still send to it: the parent closes the pipe after all are done
     with contextlib.suppress(EOFError, BrokenPipeError):
         if not outcome[0]:
             pipe.send(outcome)
         while outcome[0]:
             outcome = _outcome(*pipe.recv())
             pipe.send(outcome)
-    os._exit(0)  # not by way of destroy_process_group, which would wait for ranks that are gone
+    os._exit(0)  # without destroy_process_group, which would wait for ranks that have ended
 
 
 def _outcome(function, args):

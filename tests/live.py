@@ -64,7 +64,7 @@ class Live(TorchDispatchMode):
     """Context manager in which `peak` is the largest number of bytes alive at once since the last `restart`. It counts
     storages that operations inside it returned, except those of the tensors `ignored`."""
 
-    inside = ("ds_seqpar",)  # the namespaces of the ops that are looked into
+    inside = ("ds_seqpar",)  # the namespaces of the ops that are inspected
 
     def __init__(self, *ignored):
         super().__init__()
@@ -75,7 +75,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function.namespace in self.inside:
-            with self:  # a mode is off while it is asked; for what happens inside the op it is to be on
+            with self:  # a mode is off while its handler runs, but must be on inside the op
                 result = function.redispatch(CPU, *args, **kwargs)
         else:
             result = function(*args, **kwargs)
@@ -88,7 +88,7 @@ class Live(TorchDispatchMode):
     def _see(self, storage):
         key = storage._cdata
         known = self.ignored.get(key) or self.storages.get(key, (None,))[0]
-        if known is None or known.expired():  # an address is used again
+        if known is None or known.expired():  # an address may be reused
             self.ignored.pop(key, None)
             self.storages[key] = StorageWeakRef(storage), storage.nbytes()
 

@@ -69,7 +69,7 @@ def seen(mask: Mask, queries, keys) -> Tensor:
         found &= kv <= q + mask.window_right
     if mask.window:
         found &= (kv > q - mask.window) | (together & mask.whole_blocks)
-    if mask.documents:  # of each document which ones it sees: itself, its parent and what that one sees
+    if mask.documents:  # for each document the ones it sees: itself, its parent and what its parent sees
         sees = torch.eye(len(mask.documents), dtype=torch.bool)
         for document, parent in enumerate(mask.parents):
             sees[document] |= sees[parent] & (parent >= 0)
@@ -107,7 +107,7 @@ def assert_exact(found, expected, case=None, limit=1e-10, least=0.0):
         name = ("out", "dq", "dk", "dv")[at] if at < 4 else at
         assert a.shape == b.shape, (name, case)
         gap = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=least)
-        assert gap < limit, (name, float(gap), case)  # which a NaN is not
+        assert gap < limit, (name, float(gap), case)  # false for NaN
 
 
 def spreads(found, expected) -> list[float]:

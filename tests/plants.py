@@ -10,7 +10,7 @@ import importlib
 import inspect
 import textwrap
 
-PLANTED = "PLANTED"  # of the environment: JSON of the arguments of `plant`
+PLANTED = "PLANTED"  # environment variable: the arguments of `plant` as JSON
 
 
 def plant(where, right, wrong):

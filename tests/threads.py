@@ -18,7 +18,7 @@ class _Queue(queue.SimpleQueue):
     append = queue.SimpleQueue.put
 
     def __init__(self, failed):
-        self.failed = failed  # whether another rank has
+        self.failed = failed  # whether another rank has failed
 
     def popleft(self):
         for _ in range(PATIENCE):
@@ -34,7 +34,7 @@ class _Mailbox(dict):
         self.failed = failed
 
     def __missing__(self, key):
-        return self.setdefault(key, _Queue(self.failed))  # of two threads that ask at once both get the first one's
+        return self.setdefault(key, _Queue(self.failed))  # two threads that ask at once both get the first one's
 
 
 def on_virtual_ranks(function, **config):

@@ -91,7 +91,7 @@ def deltas(draw):
     delta = strided(draw, shape[:3]) * scale.float()
     found, wanted = triton_ops.out_with_rowsum(do, delta), work._out_with_rowsum(do, delta)
     assert found.dtype == dtype
-    rounds = dtype != torch.float32  # both may lie on two sides of where rounding changes
+    rounds = dtype != torch.float32  # the two may round to different sides
     yield f"out_with_rowsum{', rounded' if rounds else ''}", error(found, wanted.to(dtype))
 
 
@@ -134,6 +134,6 @@ def worst_of(cases, elements):
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", category=RuntimeWarning)  # of numpy, for what a GPU computes without a word
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy warns of operations that a GPU computes silently
     worst, triton_ops.ELEMENTS = worst_of(CASES, (1 << 16, 1 << 12)), 1 << 16
     print(json.dumps({"worst": worst, "calls": calls()}))

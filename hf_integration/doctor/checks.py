@@ -29,9 +29,9 @@ from ..look.small import small_copy, tokens_for
 from ..model.patch import patch_by, unpatch_attention
 from ..model.weights import fingerprint_of_bits, is_whole
 
-NOISE = 8  # a step may differ by so many times what rounding-sized noise on the embeddings changes
-LEAST = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}  # but by so much at least
-RATE = 0.1  # of the step: large enough for weights in 16 bits
+NOISE = 8  # a step may differ by this multiple of the effect of rounding-sized noise on the embeddings
+LEAST = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}  # but at least by this much
+RATE = 0.1  # the learning rate of the step: large enough for weights in 16 bits
 UNSURE = 1e-3  # the share of the greatest gradient below which a weight's step is not compared
 STEP, STEP_CHECK = "step of ", "optimizer step"
 # the keys of a DeepSpeed JSON that change gradients or steps
@@ -40,7 +40,7 @@ TRAINING = (
     "data_types", "prescale_gradients", "gradient_predivide_factor", "torch_autocast", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 )  # fmt: skip
-# kind of the batch in which a model differs, where it is right in those before -> what is wrong
+# first kind of batch in which a model differs -> what is wrong
 CAUSES = {"padded": "padding is not masked: ", "packed": "documents are not kept apart: "}
 
 
@@ -75,17 +75,17 @@ def step(job: Job) -> list[Finding]:
     if not is_plain_head(model):
         return [Finding(check=STEP_CHECK, status="not tried", detail=f"a {type(model).__name__} has a loss of its own")]
     content, accumulation, silent = _content(job.content), sp.accumulation_steps, logging.root.manager.disable
-    logging.disable(logging.INFO)  # what DeepSpeed says of each engine
+    logging.disable(logging.INFO)  # DeepSpeed's messages about each engine
     try:
         start()
         plain, noisy, shared = (_step(job, content, **how) for how in ({}, {"noise": True}, {"shared": True}))
     finally:
         logging.disable(silent)
         sp.accumulation_steps = accumulation
-        gc.collect()  # engines are in circles
+        gc.collect()  # engines are in reference cycles
     for name, gradient in plain[GRADIENT].items():
         sure = gradient.abs() > UNSURE * gradient.abs().max()
-        for other in (noisy, shared):  # Adam steps by the sign, which rounding may turn
+        for other in (noisy, shared):  # Adam steps by the sign, which rounding may flip
             sure &= (other[GRADIENT][name] - gradient).abs() <= gradient.abs() / 2
         for one in (plain, noisy, shared):
             one[STEP][name.replace(GRADIENT, STEP)] *= sure
@@ -109,7 +109,7 @@ def _content(content: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = kept.get("optimizer") or {"type": "AdamW", "params": {"torch_adam": True}}
     kept["optimizer"] = {**optimizer, "params": {**optimizer.get("params", {}), "lr": RATE}}
     if kept.get("fp16", {}).get("enabled"):
-        kept["fp16"] |= {"loss_scale": 1}  # so that the first step is not left out
+        kept["fp16"] |= {"loss_scale": 1}  # so that the first step is not skipped
     accumulation = without_auto(content).get("gradient_accumulation_steps", 1)
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": min(2, accumulation)}
     return {"gradient_clipping": 1.0, **kept, **sizes, "steps_per_print": 10**9}

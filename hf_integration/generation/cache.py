@@ -31,7 +31,7 @@ from ..gathered_past import KEYS, Taken
 from ..look.facts import text_config
 
 ENTRIES = -1  # the number of a name's entries among its tensors
-BLOCK = 256  # a rank's buffers have room for a multiple of so many tokens
+BLOCK = 256  # a rank's buffers have room for a multiple of this number of tokens
 SERVES = "a forward with a cache"
 
 
@@ -40,8 +40,8 @@ class Row:
     """The tokens that rows have, and which of them each SP rank keeps. It describes one row, or all rows if they are
     equal."""
 
-    tokens: int  # so the position of the next one
-    runs: tuple[Runs, ...]  # of each SP rank, ascending
+    tokens: int  # hence the position of the next one
+    runs: tuple[Runs, ...]  # the runs of each SP rank, ascending
 
     def kept_before(self, rank: int, position: int) -> int:
         """Return how many tokens before a position a rank keeps."""
@@ -163,7 +163,7 @@ class Held:
             )
             self.first = first
         for rows, a, b in zip(slices_of(after), old, new, strict=True):
-            skipped = max(0, self.first - a)  # of a long prompt, what no window sees any more
+            skipped = max(0, self.first - a)  # of a long prompt, what no window sees anymore
             if b - a > skipped:
                 place = slice(a + skipped - self.first, b - self.first)
                 self.keys[rows, :, place] = k[rows, skipped : b - a].transpose(1, 2)
@@ -296,7 +296,7 @@ class ShardedLayer(CacheLayerMixin):
     def __init__(self, kept: KeptTokens, is_first: bool) -> None:
         super().__init__()
         self.kept, self.is_first, self.is_initialized = kept, is_first, True
-        self.held: list[Held | Replica] = []  # of each attention of the layer, in the order of their calls
+        self.held: list[Held | Replica] = []  # one for each attention of the layer, in call order
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 

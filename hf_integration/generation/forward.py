@@ -76,10 +76,10 @@ class CachedForward:
     rows: tuple[Row, ...] = ()
     shards: tuple[Runs, ...] = ()
     layout: BatchLayout | None = None
-    order: Tensor | None = None  # (rows, tokens): with padding, of each token that is computed its column
+    order: Tensor | None = None  # (rows, tokens): with padding, the column of each computed token
     logits: tuple[int, ...] | None = None  # the columns that get logits; None: all
-    calls: Counter[int] = dataclasses.field(default_factory=Counter)  # of each layer's attentions so far
-    made: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what all layers of one mask share
+    calls: Counter[int] = dataclasses.field(default_factory=Counter)  # calls of each layer's attentions so far
+    made: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what all layers with the same mask share
 
     @property
     def is_decode(self) -> bool:
@@ -332,7 +332,7 @@ class CachedForward:
         """Compute attention among the new tokens, and its lse if there are earlier tokens."""
         kept, shards = self.kept, self.layout.shards if self.layout is not None else None
         options = options._replace(lse=kept.columns > 0, shards=shards)
-        if chunk is not None:  # each row's chunks may begin elsewhere
+        if chunk is not None:  # each row's chunks may begin at a different position
             starts = [row.tokens % chunk for row in kept.rows]
             masks = [Mask(documents=(0, *range(chunk - start, self.tokens, chunk))) for start in starts]
         masks = masks or [options.mask]

@@ -35,8 +35,8 @@ from ..inputs import MEDIA, by_row
 from ..module_patch import override
 from . import zero
 
-MOST = 16_384  # tokens of a prompt that a rank computes in one forward, unless the user says otherwise
-# what error messages call what ranks compare, and the call
+MOST = 16_384  # tokens of a prompt that a rank computes in one forward, unless the user sets another number
+# the names, in error messages, of what ranks compare and of the call
 NAME = "arguments of generate"
 CALL = (
     f"generate of a model that shares sequences (call it {ALL}, or on one alone in "
@@ -45,7 +45,7 @@ CALL = (
 ALONE = "generate on each rank by itself in hf_integration.whole_sequences(model)"
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 TOKENS = ("inputs", "input_ids", "inputs_embeds")
-# arguments that are not compared: they may differ, or what is made of them is compared
+# arguments that are not compared: they may differ, or what is made from them is compared
 UNCOMPARED = ("generation_config", "streamer", "tokenizer", "trust_remote_code")
 
 

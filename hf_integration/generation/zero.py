@@ -14,7 +14,7 @@ from ds_seqpar.base.log import log_once
 
 from ..compat import ZERO_ID, has_zero_hooks, is_fetching, is_missing, whole_numel, without_zero_hooks
 
-SHARE = 0.5  # of the free memory, for gathered parameters: the forwards and the cache need the rest
+SHARE = 0.5  # share of free memory for gathered parameters; the forwards and the cache need the rest
 
 
 def split_parameters(model: nn.Module) -> list[nn.Parameter]:

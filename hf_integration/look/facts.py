@@ -19,27 +19,27 @@ class Facts:
 
     # the modules that attend, below `base`, with "*" for numbers, and with their class where other modules differ
     attention: tuple[str, ...] = ("layers.*.self_attn",)
-    mixers: tuple[str, ...] = ()  # the modules with a state or a convolution, in the same way
+    mixers: tuple[str, ...] = ()  # the modules with a state or a convolution, named in the same way
     # the modules that attend by an index, or in a way of their own, and gather keys, in the same way
     gathered: tuple[str, ...] = ()
-    selects: bool = False  # whether those of them with latents and an index can run at once on a rank's tokens
+    selects: bool = False  # whether those with latents and an index can run on all of a rank's tokens at once
     base: str | None = None  # the module that heads call, below the model; None: its base model
     # the module in `base` that gets inputs_embeds with features of media in them, below the model; None: there is none
     stack: str | None = None
-    outside: bool = False  # whether masks are made around it, of what tells media from text
+    outside: bool = False  # whether masks are made around it, from what distinguishes media from text
     no_media: str = "it puts no features of media in the place of tokens' embeddings"  # "": it takes them
     # (kind of layer of config.layer_types, "" for all; the setting of LENGTHS with the length of its window or chunk)
     masks: tuple[tuple[str, str], ...] = ()
     heads: tuple[tuple[int, int], ...] = ()  # each layer's (query heads, key/value heads); (): those of the config
     keywords: bool = True  # whether keywords of the model's forward reach attention
-    first_position: int = 0  # of a sequence's first token
+    first_position: int = 0  # the position of a sequence's first token
     counts_padding: bool = True  # whether padding before a sequence has positions too
     balance: bool = False  # whether the loss may have a part that balances experts
     shift_labels: bool = True  # whether the loss takes shift_labels and num_items_in_batch
     # whether q and k have norms over all heads, so that a head cannot be computed without the others; only recorded
     norms_heads: bool = False
     skips: bool = False  # whether chance decides which layers run in training
-    not_small: tuple[str, ...] = ()  # what the small copy has as large as the model has
+    not_small: tuple[str, ...] = ()  # what is as large in the small copy as in the model
 
     @property
     def uncached(self) -> str:
@@ -67,7 +67,7 @@ def config_heads(config: PreTrainedConfig) -> tuple[int, int]:
 def number_of(config: PreTrainedConfig, name: str) -> Any:
     """Return a number from a config by its most common name; None if the config lacks it."""
     name, values = config.attribute_map.get(name, name), vars(config)
-    # a config with other sizes for some layers raises where one of them is read
+    # a config with other sizes for some layers raises if one of them is read
     return values[name] if name in values else getattr(config, name, None)
 
 
@@ -104,7 +104,7 @@ def with_class(name: str, module: nn.Module) -> str:
     return f"{starred(name)}:{type(module).__name__}"
 
 
-# settings that transformers' makers of masks read -> the shape of the mask
+# settings that transformers' mask functions read -> the shape of the mask
 LENGTHS: dict[str, Literal["window", "chunk"]] = {"sliding_window": "window", "attention_chunk_size": "chunk"}
 WINDOWS_BY_KIND = (("sliding_attention", "sliding_window"),)
 WINDOW_EVERYWHERE = (("", "sliding_window"),)

@@ -55,7 +55,7 @@ def _is_as_tested(module: nn.Module) -> bool:
 
 def is_known(model: PreTrainedModel) -> bool:
     """Return whether, as far as is known, a model's attention can be patched and does not call sp.attention itself."""
-    attention = ALL_ATTENTION_FUNCTIONS.get(attention_name(model.config))  # None: that of the model's file
+    attention = ALL_ATTENTION_FUNCTIONS.get(attention_name(model.config))  # None: the function in the model's file
     if is_tested(model) or not is_of_library(type(model)) or not (attention is None or is_of_library(attention)):
         return is_tested(model)
     try:

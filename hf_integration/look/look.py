@@ -39,13 +39,13 @@ from .facts import LENGTHS, Facts, config_heads, kind_of_layer, masks, starred, 
 from .small import call, parameters_of, small_copy, takes, tokens_for
 
 LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
-PROBE = "sequence_parallel"  # the keyword by which a patched model passes on what a forward is
+PROBE = "sequence_parallel"  # the keyword with which a patched model passes on the context of a forward
 ROWS = 2
 TOKENS = 23  # no size of a model is likely to be this
 SHARD = (1, 4, 5, 9, 10, 11, 16, 17, 18, 20, 22)  # tokens of a rank: not the first, and at irregular distances
 PIECES = (Piece(0, 9, 0, 0), Piece(9, 1, 9, 0), Piece(10, TOKENS - 10, 10, 0))
 TOLERANCE = 1e-4
-REPEATED = 16  # forwards that show what chance changes
+REPEATED = 16  # forwards that show what is random
 LOWEST = torch.finfo(torch.float32).min
 UNDERSTOOD = {"dropout", "scaling", "softcap", "s_aux", "sliding_window", "position_ids", "cache_position", PROBE}
 OWN_MODEL = "call sp.attention from a model of your own (docs/models.md)"
@@ -167,10 +167,10 @@ class Seen:
     masks: list[MadeMask] = dataclasses.field(default_factory=list)
     # (module, its n-th call, whether it is what the module returned) -> tensors, in the order in which they were seen
     events: dict[tuple[str, int, bool], list[Tensor]] = dataclasses.field(default_factory=dict)
-    probes: list[object] = dataclasses.field(default_factory=list)  # what mixers got as the keyword PROBE
-    mixed: dict[str, int] = dataclasses.field(default_factory=dict)  # mixers that ran -> heads of states, 0 without
+    probes: list[object] = dataclasses.field(default_factory=list)  # what mixers were given as the keyword PROBE
+    mixed: dict[str, int] = dataclasses.field(default_factory=dict)  # mixers that ran -> heads of states, 0 if none
     gathered: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)  # modules that gather -> their masks
-    counts: Counter[tuple[str, bool]] = dataclasses.field(default_factory=Counter)  # of events of a module
+    counts: Counter[tuple[str, bool]] = dataclasses.field(default_factory=Counter)  # counts of a module's events
 
     def states(self, base: str) -> Tensor:
         """Return the hidden states that the base model returned."""
@@ -194,8 +194,8 @@ class Watch:
         AttentionInterface.register(LOOK, _attention)
         AttentionMaskInterface.register(LOOK, _mask)
         switch_attention(small, LOOK)
-        self.gathered, self.pieced = gathered, dict[str, int | None]()  # those that go on with a cache: their windows
-        self.selecting: list[nn.Module] = []  # of them, those that run at once
+        self.gathered, self.pieced = gathered, dict[str, int | None]()  # ones that continue from a cache: their windows
+        self.selecting: list[nn.Module] = []  # those of them that run at once
         self.small, self.base, self.alone, self.seen = small, small, False, Seen()
         self.names = {module: name for name, module in small.named_modules()}
 
@@ -274,7 +274,7 @@ class Watch:
         self.seen.events[name, count, is_output] = kept
 
 
-_watch: ContextVar[Watch] = ContextVar("hf_integration_look")  # of the forward of a small copy
+_watch: ContextVar[Watch] = ContextVar("hf_integration_look")  # the Watch of a small copy's forward
 
 
 def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **given: Any) -> Tensor:

@@ -21,20 +21,20 @@ from .look import tensors_in
 from .small import PATCHES, call, parameters_of, tokens_for
 
 Batch = dict[str, Any]
-ROWS = ((), (0,), (1, 0))  # of a batch: the sizes of the pictures in each row
-PLAIN = 5  # tokens of text before each picture, and behind the last one at least
-# inputs that say where patches are
+ROWS = ((), (0,), (1, 0))  # the sizes of the pictures in each row of a batch
+PLAIN = 5  # text tokens before each picture, and at least after the last one
+# inputs that specify where patches are
 SIZED = re.compile(r".*grid_(thw|hws?)|(target|.*merge)_sizes|spatial_shapes|.*position_ids")
-STRIP = "target_sizes"  # of pictures whose patches lie side by side in one picture
+STRIP = "target_sizes"  # for pictures whose patches lie side by side in one picture
 GRIDS = (((4, 4), (4, 8)), ((6, 6), (6, 12)), ((8, 8), (8, 16)))  # two sizes: rows and columns of patches
 WHOLE = ((PATCHES, PATCHES), (PATCHES, PATCHES // 2))
 TILES = ((1, 2), (3, 5), (2, 3))  # two numbers of tiles of a picture
-FRAMES = (200, 400, 80)  # of a sound
+FRAMES = (200, 400, 80)  # the frames of a sound
 
 
 class _Medium(NamedTuple):
     noun: str
-    method: str  # that makes features
+    method: str  # the method that makes features
     tokens: tuple[str, str, str]  # names in a config of those before, in place of and behind features
 
 

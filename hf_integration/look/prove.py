@@ -35,14 +35,14 @@ from .look import tensors_in
 from .media import media_batch, padded
 from .small import call, layers_of, small_copy, tokens_for
 
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # by the dtype of messages
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # by message dtype
 MOST_OWN = 1e-4  # that a plain copy in fp32 may be off fp64 for another one to be judged beside it
 FLOOR = 3e-2  # a gradient is measured against this share of the greatest one at least
 
 
 Batch = dict[str, Tensor]
 LOSS, OUTPUT, GRADIENT = "loss", "output", "gradient of "
-PROOF = "proof of a model"  # what ranks compare
+PROOF = "proof of a model"  # the name of what ranks compare
 AROUND = "padding around"  # a document's tokens of padding before and behind it, which get no output
 
 
@@ -52,7 +52,7 @@ class _Outcome:
 
     values: dict[str, Tensor]  # loss, output, and each parameter's gradient, by what error messages call them
     layers: list[Tensor]  # what each layer gave, or this rank's part of it
-    spec: ShardSpec | None  # of that part
+    spec: ShardSpec | None  # the spec of that part
     by_row: bool  # whether a head gives a row one output, whatever documents are in it
 
 
@@ -102,9 +102,9 @@ def prove(
 class Comparison:
     """How a small copy that shares sequences differs from the same copy unsplit."""
 
-    wrong: str = ""  # a clause: what is wrong, and where; "" where nothing is
-    kind: str = ""  # of the batch in which it is: "plain", "padded" or "packed"
-    largest: float = 0.0  # difference, as a share of what was compared
+    wrong: str = ""  # a clause that says what is wrong and where; "" if nothing is
+    kind: str = ""  # the kind of batch in which it is: "plain", "padded" or "packed"
+    largest: float = 0.0  # the largest relative difference
 
 
 def compared(
@@ -142,7 +142,7 @@ def _compared(
             continue
         # an index counts its blocks from a row's first token, that may be padding in the plain model
         in_documents = kind == "packed" or (kind == "padded" and facts.gathered and not facts.counts_padding)
-        if in_documents and facts.balance:  # which is a mean over all documents
+        if in_documents and facts.balance:  # the balance is a mean over all documents
             set_balance_weight(small, 0.0)
         alone, place = _documents(batch) if in_documents else [batch], f", in a {kind} batch"
         if by_row:
@@ -360,7 +360,7 @@ def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
 def _in_fp32(sp: SequenceParallel) -> Iterator[None]:
     """Context manager in which devices compute gradients in fp32, not TF32, with a kernel that runs on any device."""
     runtime, config = sp.runtime, sp.runtime.config
-    latent = "latent" if config.latent_attention == "auto" else config.latent_attention  # as a long sequence would
+    latent = "latent" if config.latent_attention == "auto" else config.latent_attention  # as for a long sequence
     runtime.config = dataclasses.replace(config, kernel="chunked", latent_attention=latent)
     runtime.last_bound.clear()
     try:

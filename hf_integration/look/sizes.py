@@ -155,7 +155,7 @@ def model_sizes(model: PreTrainedModel) -> Model:
         layers=len(layers),
         heads=heads or state_heads,
         kv_heads=kv_heads or state_heads,
-        # in latent attention (MLA) head_dim is that of RoPE
+        # in latent attention (MLA) head_dim is RoPE's
         head_dim=number_of(config, "qk_head_dim") or number_of(config, "head_dim") or hidden // (heads or state_heads),
         vocab=config.vocab_size,
         parameters=_elements(model),
@@ -278,7 +278,7 @@ def _kinds_of_layers(layers: nn.ModuleList, hidden: int) -> dict[str, Any]:
         states += mixers.values()
         with_state, attending = with_state + bool(mixers), attending + bool(attention)
         others = _elements(layer) - sum(map(_elements, (*mixers, *attention[:1])))
-        with_mlp += others > 8 * hidden  # more than norms have
+        with_mlp += others > 8 * hidden  # more elements than norms have
     if not states:
         return {}
     largest = max(states, key=lambda sizes: (sizes.heads * sizes.keys * sizes.values, sizes.weights))
@@ -301,7 +301,7 @@ def _state_sizes(module: Any) -> StateLayers | None:
     convs = [x for x in children if isinstance(x, nn.Conv1d)]
     if names is None and not convs:
         return None
-    # without LoRA's, under the names that they have without it
+    # without LoRA's parameters, under the names used without LoRA
     linears = {name.removesuffix(".base_layer"): x for name, x in module.named_modules()
                if isinstance(x, nn.Linear) and "lora_" not in name}  # fmt: skip
     output = linears.get("out_proj", linears.get("o_proj"))

@@ -31,19 +31,19 @@ from ..noise import noise_of
 from .facts import text_config
 
 VOCABULARY, WIDTH, INNER, RANK, FEW, POOL = 96, 64, 48, 32, 4, 2
-HEAD, CHANNELS = 8, 32  # of a head; of a layer that convolves
-PATCHES, FRAMES = 8, 100  # along a picture's side; of a sound
-LARGEST = 1 << 27  # parameters of a copy
-WINDOW = 5  # of the first window of a config; that of the next is one more, so that each is known by its length
-# names of a config's numbers
+HEAD, CHANNELS = 8, 32  # the size of a head; the channels of a convolution layer
+PATCHES, FRAMES = 8, 100  # patches along a picture's side; frames of a sound
+LARGEST = 1 << 27  # the most parameters of a copy
+WINDOW = 5  # a config's first window; each further one is longer by 1, so that its length identifies it
+# patterns for the names of a config's numbers
 LAYERS = re.compile(r"(num_|n_)?((hidden|decoder|encoder)_)?layers?|depth")
 TOKENS = re.compile(r"(?!type_).*vocab_size(_.*)?")
 WIDTHS = re.compile(r"hidden_size|d_model|n_embd|emb_dim|dim|embedding_(size|dim)|word_embed_proj_dim")
 INNERS = re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_inner|dff|dim_ff|d_ff).*")
 RANKS = re.compile(r".*lora_rank")
 WINDOWS = re.compile(r"(?!.*(layer|pattern)).*(window|local_attention|attention_chunk).*")
-INDEXED = re.compile(r"index.*_(topk.*|block_size|budget)")  # keys that an index picks: all of them in a short sequence
-POOLED = re.compile(r"compress_rates|index_kpool|indexer_compress_ratio")  # tokens that an index takes for one
+INDEXED = re.compile(r"index.*_(topk.*|block_size|budget)")  # keys that an index selects: all in a short sequence
+POOLED = re.compile(r"compress_rates|index_kpool|indexer_compress_ratio")  # tokens that an index treats as one
 CHUNKS = re.compile(r"(mamba_)?chunk_size|block_size")  # tokens that a layer with a state computes at a time
 # a Mamba-2 layer's width as a multiple of the model's, its heads, and their size
 EXPANDED = [
@@ -54,7 +54,7 @@ HEAD_SIZE = re.compile(r"head_dim|d_kv|d_head|kv_channels|.*_head_dim|attention_
 TOWER_WIDTHS = ("embed_dim", "d_model", "hidden_size", "hidden_dim")
 TOWER_HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads", "attention_heads")
 MEDIA_TOKENS = re.compile(r"(?!pad|eos|bos).*(token|start|end|newline|patch)_(id|index|ids)")
-NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes of modules that differ between like layers
+NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes that differ between layers of the same kind
 
 
 def small_copy(
@@ -177,9 +177,9 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
         small = new_model(type(model), config)
         for name, parameter in small.named_parameters():
             spread, wanted = float(parameter.std(correction=0)), 0.25 * (1, *parameter.shape)[-1] ** -0.5
-            if parameter.dim() < 2 or spread == 0:  # norms, biases, sinks, gates: 0 or 1 hides what they do
+            if parameter.dim() < 2 or spread == 0:  # norms, biases, sinks, gates: 0 or 1 would hide their effect
                 parameter.add_(0.1 * torch.randn_like(parameter))
-                # heads that are as wide as the model's, whose scores are not scaled, would make much of rounding
+                # heads as wide as the model's, with unscaled scores, would amplify rounding
                 parameter.mul_(0.25 if name.endswith("q_norm.weight") else 1)
             elif spread < wanted:
                 parameter.mul_(wanted / spread)
@@ -221,14 +221,14 @@ class _Cut:
         self, config: PreTrainedConfig, rules: Rules, widths: dict[int, int], number: int = 0, layers: int = 0
     ):
         self.values, self.rules, self.widths, self.is_text = vars(config), rules, widths, rules is TEXT
-        self.names = config.attribute_map  # what some configs call the sizes that most have
+        self.names = config.attribute_map  # some configs' own names for common sizes
         self.number = number or self._first(name for name in self.values if LAYERS.fullmatch(name))
         lists = [x for x in self.values.values() if isinstance(x, list | tuple) and len(x) == self.number]
         self.layers = layers or _prefix([*zip(*lists, strict=True)] or [()] * self.number)
         self.width = self._first(["hidden_size"] if self.is_text else TOWER_WIDTHS)
         self.heads = self._first(["num_attention_heads"] if self.is_text else TOWER_HEADS) or 1
         self.sized = self.is_text and any(type(x) is int and HEAD_SIZE.fullmatch(n) for n, x in self.values.items())
-        # a head has width / heads where nothing says it; several axes of positions share its channels
+        # a head's size defaults to width / heads; several position axes share its channels
         head = HEAD * (2 if "mrope_section" in str(self.values.get("rope_parameters")) else 1)
         self._narrow = WIDTH if self.sized else self.heads * min(head, max(1, self.width // self.heads))
         if self.width:  # widths that are equal stay equal
@@ -276,7 +276,7 @@ DEPTHS: Rules = [
 ]
 TEXT: Rules = [
     (WINDOWS, _Cut.window),
-    # of the model's input beside its states
+    # the numbers of the model's input besides its states
     (re.compile(r"attention_hidden_size"), lambda cut, name, value: value // cut.width * cut.narrow),
     (re.compile(r"pad_token_id"), lambda cut, name, value: value if value < VOCABULARY else 0),
     (TOKENS, lambda cut, name, value: min(value, VOCABULARY)),
@@ -305,7 +305,7 @@ def _cuts(config: PreTrainedConfig, number: int, layers: int) -> list[tuple[PreT
     cuts = [(part, _Cut(part, TOWER, widths)) for part in towers]
     of_text = text if has_text else config
     cuts.append((of_text, _Cut(of_text, TEXT, widths, number, layers)))
-    if has_text:  # it speaks of the text model's width, and of a tower's layers and pictures
+    if has_text:  # it specifies the text model's width, and a tower's layers and pictures
         around = _Cut(config, [*TOWER, *TEXT], {})
         around.widths, around.width = widths, cuts[-1][1].width
         tower = max((cut for _, cut in cuts), key=lambda cut: (cut.side != 1, cut.number > 0))

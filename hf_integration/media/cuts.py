@@ -22,9 +22,9 @@ GRID, TILE, PICTURE = "grid", "tile", "picture"
 # elements are each joined in one of these ways, and what all shares have alike
 CAT, LIST, EACH, SAME = "cat", "list", "each ", "same"
 WAYS = (CAT, LIST, EACH + CAT, EACH + LIST, SAME)
-# what is raised of shares that a method does not take, or whose results are not joined so
+# raised for shares that a method does not take, or whose results cannot be joined in this way
 UNFIT = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
-# fields that a tower returns beside the features that take the places of tokens
+# fields that a tower returns besides the features that replace tokens
 INSIDE = re.compile(r".*(hidden_states?|attentions)")
 
 
@@ -33,10 +33,10 @@ class Cut(NamedTuple):
 
     by: str  # GRID: patches of all pictures lie in one dim; TILE: pictures in dims 0 and 1; PICTURE: in dim 0
     grid: str = ""  # the argument with the numbers of each picture's frames, rows and columns of patches
-    dim: int = 0  # of the patches
+    dim: int = 0  # the dim of the patches
     frames: bool = False  # whether the frames of a film can be on several ranks
     drops: bool = False  # whether pictures of zeros, which pad rows, have no features
-    ways: Mapping[str, str] = {}  # of fields of results
+    ways: Mapping[str, str] = {}  # field of a result -> how it is joined
 
 
 class Pictures:
@@ -202,6 +202,6 @@ def _rebuilds(whole: Any, way: str, parts: Sequence[Any], owners: Sequence[list[
     try:
         for x in parts if way == SAME else [joined(way, parts, owners, number)]:
             torch.testing.assert_close(x, whole, rtol=0.0, atol=ROUNDING * largest)
-    except UNFIT:  # of other shapes, other lengths or other values
+    except UNFIT:  # results with other shapes, lengths or values
         return False
     return True

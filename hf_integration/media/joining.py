@@ -54,8 +54,8 @@ class _Joining:
         self, embedding: nn.Module, sp: SequenceParallel, cuts: Mapping[str, Cut], methods: tuple[str, ...]
     ) -> None:
         self.embedding, self.sp, self.cuts, self.methods = embedding, sp, cuts, methods
-        self.smallest: dict[str, dict[str, Any]] = {}  # arguments of methods, on the CPU, the same on all ranks
-        self.hook: RemovableHandle | None = None  # of the embedding, for one call
+        self.smallest: dict[str, dict[str, Any]] = {}  # arguments by method, on the CPU, the same on all ranks
+        self.hook: RemovableHandle | None = None  # the hook of the embedding, for one call
 
     def before(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         is_partitioned = _is_partitioned(owner)
@@ -79,7 +79,7 @@ class _Joining:
         for name in having:
             if sums[len(self.methods) + self.methods.index(name)]:
                 self._tell_smallest(name, given[name])
-        # behind the hooks of the embedding that gather its parameters, also in backward
+        # after the hooks of the embedding that gather its parameters, in backward too
         if lacking := [name for name in having if not given[name]]:
             self.hook = self.embedding.register_forward_hook(functools.partial(self._behind_embedding, owner, lacking))
 
@@ -124,7 +124,7 @@ class _Joining:
             arguments = tree_map(lambda x: x.to(output.device) if isinstance(x, Tensor) else x, self.smallest[name])
             with entered(LOCAL):
                 result = getattr(owner, name)(**arguments)
-            # other fields go through backward in no rank
+            # no rank runs backward through other fields
             features += tree_leaves([result[field] for field in features_in(result)])
         return _Beside.apply(output, *(x for x in features if isinstance(x, Tensor) and x.requires_grad))
 

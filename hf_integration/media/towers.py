@@ -38,7 +38,7 @@ from .cuts import GRID, SAME, Cut, Pictures, cut_of, joined
 PICTURES, FILMS = "get_image_features", "get_video_features"
 METHODS = (PICTURES, FILMS, "get_audio_features")
 FEATURES = "features of pictures"
-KIND = "features"  # what `sp.comm.received` counts them as
+KIND = "features"  # the name under which `sp.comm.received` counts them
 Cuts = dict[str, Cut]
 
 
@@ -155,7 +155,7 @@ def _gathered(sp: SequenceParallel, own: dict[str, Any], has_share: bool) -> lis
     told = tree_map(lambda x: x.detach().to("meta"), own) if has_share else None
     by_rank = [told for _, told in all_gather_objects(sp.groups.control, (FEATURES, told))]
     leaves = [[] if told is None else tree_leaves(told) for told in by_rank]
-    mine = torch.cat([x.flatten() for x in tree_leaves(own)])  # of the widest dtype of all
+    mine = torch.cat([x.flatten() for x in tree_leaves(own)])  # in the widest dtype of all
     whole = _Gathered.apply(mine, [sum(x.numel() for x in each) for each in leaves], sp)
     pieces = iter(whole.split([x.numel() for each in leaves for x in each]))
     parts: list[Any] = [None] * sp.size
@@ -228,5 +228,5 @@ def _films(cut: Cut, arguments: Mapping[str, Any]) -> dict[str, Any]:
     pictures = Pictures(arguments, cut)
     one, films = pictures.part(0, 1), pictures.part(0, 2)
     frame, grid = one[pictures.values], films[cut.grid].clone()
-    grid[:1, :-2] = 2  # one without frames is left as it is, and fits no films
+    grid[:1, :-2] = 2  # a grid without frames stays unchanged, and fits no films
     return films | {pictures.values: torch.cat([frame.flip(-2), films[pictures.values]], cut.dim), cut.grid: grid}

@@ -238,7 +238,7 @@ class _HeadChunkForward:
             # edges do not keep the tensors alive
             input_edges = [get_gradient_edge(tensor) for tensor in projected.values()]
             attended = HeadChunkReplay(results, self.keeps).run(chunk.attend, self.attention(x), projected)
-        # beside out and lse only the keys' common part, see `without_outs`
+        # besides out and lse only the keys' common part, see `without_outs`
         self.plain = len(results) == 2 + DENSE.has_common(x.dtype) and _is_viewed(attended, results[0])
         d_attended = self.outward_backward(chunk, attended, grad, None if has_delta else gradients)
         output_edges = [get_gradient_edge(attended)]

@@ -96,7 +96,7 @@ class _TiledForward:
         out = None
         for cut in self.slices:
             tile = self.compute(x[:, cut], cut)
-            if out is None:  # autocast may have chosen another dtype than x's
+            if out is None:  # autocast may have chosen a dtype other than x's
                 out = tile.new_empty(*x.shape[:2], *tile.shape[2:])
             out[:, cut] = tile
         assert out is not None  # there is always a tile
@@ -137,7 +137,7 @@ class _TiledForward:
                     tile_dx = gradients.pop(0)
                     dx[:, cut] = 0 if tile_dx is None else tile_dx
                 sums.add(gradients)
-                del gradients, out  # otherwise the next tile's would be allocated beside them
+                del gradients, out  # otherwise they would still be allocated with the next tile's
         return results, dx
 
 

@@ -172,7 +172,7 @@ def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> 
     own = patch_on(model)
     name, *inside = ((own and own.base) or model.base_model_prefix).split(".")
     called: Any = Instead(base_of(model), base)
-    for part in reversed(inside):  # where the head calls a part of its base model
+    for part in reversed(inside):  # in case the head calls a part of its base model
         called = types.SimpleNamespace(**{part: called})
     replaced = {name: called, "lm_head": Instead(model.lm_head, head)}
     vars(twin).update(replaced)

@@ -160,7 +160,7 @@ def _tiled_forward(
 ) -> Tensor:
     """Compute the forward of an MLP or a norm in tiles of tokens: (B, s, hidden size) -> the same shape."""
     x, *others = *args, *kwargs.values()
-    if others or x.dim() != 3:  # as some models call them
+    if others or x.dim() != 3:  # some models call them like this
         return untiled(module, *args, **kwargs)
     number = tile_count(x.shape[0] * x.shape[1], x.shape[2]) if isinstance(tiles, str) else tiles
     context = current()

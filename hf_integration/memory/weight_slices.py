@@ -189,9 +189,9 @@ class Gradients:
     """Gradients of an attention module's parameters, head chunk by head chunk."""
 
     def __init__(self) -> None:
-        # of parameters of which each head chunk has a slice, in the parameter's dtype
+        # for parameters of which each head chunk has a slice, in the parameter's dtype
         self.whole: dict[nn.Parameter, Tensor] = {}
-        # of parameters that every head chunk uses, summed over head chunks in fp32 or wider
+        # for parameters that every head chunk uses, summed over head chunks in fp32 or wider
         self.shared: dict[nn.Parameter, Tensor] = {}
 
     @contextlib.contextmanager

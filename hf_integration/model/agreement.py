@@ -46,7 +46,7 @@ SKIPS = (
     "training whose sequences ranks share needs all layers in each forward; got layers that are left out by chance, "
     "set layerdrop to 0 in the config before the model is made"
 )
-# what error messages call a sharded forward
+# the name of a sharded forward in error messages
 FORWARD = (
     "a forward of a model that shares sequences (a forward of one rank alone needs "
     "hf_integration.whole_sequences(model))"
@@ -69,9 +69,9 @@ class Agreement:
     ) -> None:  # fmt: skip
         self.sp, self.model, self.compared = sp, weakref.ref(model), False
         self.patched = patched  # names of attention modules and mixers in the base model
-        self.skips = skips  # whether chance decides which layers run in training
-        self.drawn: dict[str, str] = {}  # what ranks compare of noise for whole tensors, in the last forward
-        self.inputs = inputs  # how ranks share what the model is called with
+        self.skips = skips  # whether training skips layers at random
+        self.drawn: dict[str, str] = {}  # what ranks compare for noise on whole tensors, from the last forward
+        self.inputs = inputs  # how ranks share the model's arguments
         self.trained = 0  # forwards that a backward may follow
         self.handle = handle_of(self)
 
@@ -124,7 +124,7 @@ class Agreement:
         like |= {"backward": backward, "autocast": _autocast_dtype(tokens)}
         like["checkpointed layers"] = sum(map(is_checkpointed, () if model is None else patch_of(model).layers))
         if not self.compared and model is not None:
-            # accelerate's autocast is inside of the forward, where ranks do not compare any more
+            # accelerate's autocast is inside the forward, where ranks no longer compare
             precision = AcceleratorState().mixed_precision if is_initialized() else "no"
             noise = ", ".join(f"{count} of {number}" for number, count in noise_numbers(model).items())
             own = sorted(self.inputs.keys() - TABLE.keys())

@@ -36,7 +36,7 @@ def watch(model: nn.Module, sp: SequenceParallel) -> list[RemovableHandle]:
 def _before(finite: Finite, name: str, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
     if not torch.compiler.is_compiling():
         for field, x in _tensors({**dict(enumerate(args)), **kwargs}):
-            if "mask" not in field:  # which has -inf
+            if "mask" not in field:  # a mask contains -inf
                 what = f"{field} of {name}" if field in kwargs else f"the input of {name}"
                 finite.look(what, "which came in, and which no module before it made", x, "see what made it")
 

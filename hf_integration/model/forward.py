@@ -64,17 +64,17 @@ class Patch:
     facts: Facts
     hooks: list[Any]  # what undoes the patch, by `remove`
     agreement: Agreement
-    layers: tuple[Any, ...]  # those that can be checkpointed
+    layers: tuple[Any, ...]  # the layers that can be checkpointed
     ropes: tuple[nn.Module, ...] = ()  # embeddings that need the longest position
-    takes_keys: bool = False  # whether the model makes an argument of layers of a mask of two dims
-    experts: ExpertBalance | None = None  # None where the loss has no term that balances experts
+    takes_keys: bool = False  # whether the model makes an argument of its layers from a 2-dim mask
+    experts: ExpertBalance | None = None  # None if the loss has no term that balances experts
     stack: nn.Module | None = None  # the module in the base model that shards calls with media
     heads: tuple[nn.Module, ...] = ()  # modules around the base model
-    above: tuple[nn.Module, ...] = ()  # those that get its whole outputs: their loss may be any
+    above: tuple[nn.Module, ...] = ()  # the ones that get its whole outputs, and may compute any loss
     untried: tuple[nn.Module, ...] = ()  # modules whose loss on a sharded batch is still to be checked
     tiled: bool = False  # whether any module is tiled
     evaluating: bool = False  # whether forwards without gradients compute a tiled loss in tiles too
-    # an item for each `whole_sequences` that is active, in whatever thread; they make forwards local
+    # an item for each active `whole_sequences`, in any thread; these make forwards local
     whole: list[None] = dataclasses.field(default_factory=list)
 
     def __deepcopy__(self, memo: dict) -> Patch:
@@ -154,7 +154,7 @@ def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Mode:
         return "local"
     if not torch.compiler.is_compiling():
         check_thread()
-    if wrong_inputs(inputs) or _is_sharded(inputs):  # what is wrong the agreement will say
+    if wrong_inputs(inputs) or _is_sharded(inputs):  # the agreement will report what is wrong
         return "sharded"
     return "decode" if takes_cache(module, inputs) and tokens_of(inputs).shape[1] == 1 else "whole"
 
@@ -179,7 +179,7 @@ def _continues(patch: Patch, inputs: Mapping[str, Any], outer: ForwardContext) -
     """Return whether a module is called with the shard of the enclosing context."""
     given = inputs.get("position_ids")
     if given is None and not patch.facts.attention and outer.positions is not None and not wrong_inputs(inputs):
-        return tokens_of(inputs).shape[1] == outer.positions.shape[1]  # heads pass on no positions
+        return tokens_of(inputs).shape[1] == outer.positions.shape[1]  # heads do not pass on positions
     return given is outer.positions
 
 
@@ -239,12 +239,12 @@ def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, An
     patch = patch_of(inner)
     if patch is None:
         return args, kwargs
-    if torch.compiler.is_compiling():  # the base model does all, in the graph
+    if torch.compiler.is_compiling():  # the base model does everything, in the graph
         if not wrong_inputs(inputs):
             _check_compiled(patch, module, inputs)
         return args, kwargs
     context = _begin(patch, module, inputs)
-    if context.mode is not None or wrong_inputs(inputs):  # arguments may have names of the module's own
+    if context.mode is not None or wrong_inputs(inputs):  # arguments may have names specific to the module
         return args, kwargs
     mode, wrong = _mode(patch, module, inputs), ""
     context = context.replace(mode=mode)

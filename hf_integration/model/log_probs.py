@@ -28,7 +28,7 @@ from .agreement import compare_batch
 from .forward import Patch
 
 TEMPERATURE, ENTROPY = "log_probs_temperature", "log_probs_entropy"  # arguments of the call, which ranks compare
-# those, and other arguments of the call that the model's own forward does not get
+# these, and other arguments of the call that the model's own forward does not get
 TAKEN = {TEMPERATURE, ENTROPY, "fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}
 
 
@@ -63,7 +63,7 @@ def log_probs(
     inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "use_cache": False}
     inputs |= {"fused_lm_head": True, TEMPERATURE: float(temperature), ENTROPY: bool(return_entropy)}
     if getattr(inner.config.get_text_config(decoder=True), "output_router_logits", False):
-        inputs["output_router_logits"] = False  # for a balance of experts that is not asked for
+        inputs["output_router_logits"] = False  # for a balance of experts that is not requested
     call = _Call(sp, inner, temperature, return_entropy)
     hooks = [base_of(inner).register_forward_hook(call.after_base)]
     for head in patch.heads:  # peft may call a model without its hooks
@@ -133,7 +133,7 @@ class _Call:
         head, tiles = self.model.lm_head, loss_tiles(self.model, output.last_hidden_state)
         numbers = through(head, of_tiles, output.last_hidden_state)
         self.numbers = TokenNumbers(*numbers.unbind(-1))
-        # the rest of the forward does not call the head again, for which ZeRO-3 would fetch it
+        # the rest of the forward does not call the head again, since ZeRO-3 would then fetch it
         classes = vocabulary(self.model)[1]
         vars(self.model)["lm_head"] = Instead(head, lambda x: x.new_empty(*x.shape[:-1], classes))
         return without_tokens(output, [])

@@ -41,12 +41,12 @@ class MediaCall:
     """What the stack must know about the enclosing call of a model with media."""
 
     shape: tuple[int, int]  # rows and tokens
-    layout: dict[str, Any]  # the arguments that say where padding and documents lie
-    states: list[Tensor] = dataclasses.field(default_factory=list)  # of random numbers, when the call began
-    masks: list[Blocks] = dataclasses.field(default_factory=list)  # that were made around the stack
-    mask: Any = None  # what the layers get as attention_mask, for `blocks_of`
+    layout: dict[str, Any]  # the arguments that specify where padding and documents are
+    states: list[Tensor] = dataclasses.field(default_factory=list)  # the random states when the call began
+    masks: list[Blocks] = dataclasses.field(default_factory=list)  # the masks that were made around the stack
+    mask: Any = None  # what the layers get as attention_mask
     counts: bool = False  # whether the stack was given its positions
-    documents: Lengths = ()  # of a pack whose masks are made around the stack
+    documents: Lengths = ()  # the documents of a pack whose masks are made around the stack
 
     def add_mask(self, function: Callable[..., Tensor], given: Mapping[str, Any]) -> Tensor:
         """Keep the blocks of a mask and return a stand-in for it with four dims, which reaches the layers unchanged."""
@@ -87,7 +87,7 @@ class MediaCall:
         masks = [*made.values()] if isinstance(made, Mapping) else [made]
         if isinstance(made, Mapping) or _stands_for_mask(made):
             self.mask = made
-        elif isinstance(made, Tensor) and made.dim() == 2:  # the padding of the call, or what the model made of it
+        elif isinstance(made, Tensor) and made.dim() == 2:  # the padding of the call, or what the model made from it
             masks = []
         if wrong := [x for x in masks if x is not None and not _stands_for_mask(x)]:
             raise InputError(
@@ -129,7 +129,7 @@ def layout_in(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call that specify where padding and documents are."""
     layout = {name: x for name, x in inputs.items() if INPUTS.get(name) == LAYOUT and x is not None}
     positions = layout.get("position_ids")
-    if isinstance(positions, Tensor) and positions.dim() == 3:  # those of text are before three others, if any
+    if isinstance(positions, Tensor) and positions.dim() == 3:  # text axis first, then three others, if any
         layout |= {"position_ids": positions[0]} if len(positions) == 4 else {}
         layout = layout if len(positions) == 4 else {n: x for n, x in layout.items() if n != "position_ids"}
     return layout

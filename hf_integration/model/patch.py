@@ -63,7 +63,7 @@ from .forward import NO_MASK, Patch, before_base, before_head, before_stack, hoo
 from .losses import ExpertBalance, check_loss, has_loss
 from .weights import check_not_flattened
 
-OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")  # of a call, the first ones also by position
+OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")  # of a call; the first may be positional
 
 
 def patch_attention(
@@ -224,7 +224,7 @@ def share_sequences(
     try:
         check_patch(model, None)
         config, model_heads = SequenceParallelConfig.from_dict(settings), heads(unwrapped(model))
-    except Exception as reason:  # reported to all ranks, which would wait for this one otherwise
+    except Exception as reason:  # reported to all ranks, which would otherwise wait for this one
         error = as_seqpar_error("reading a model that is to share sequences failed", reason)
     sp = SequenceParallel(config, heads=model_heads, error=error)
     with together(sp.control_world, "patching a model", "models", call="share_sequences") as agreed:
@@ -333,7 +333,7 @@ def _attention(
     value with three dims are a latent and the matrix that expands it (`latent`)."""
     context: ForwardContext | None = kwargs.pop(KEYWORD, None)
     if context is None and not torch.compiler.is_compiling():
-        context = current()  # where a model does not pass keywords on
+        context = current()  # for models that do not pass keywords on
     own: Any = patch_on(module)
     if context is None and own is not None:
         raise InputError("patched attention was reached past its model's forward; call the model that was patched")

@@ -20,7 +20,7 @@ from ds_seqpar.data.shared_prompts import SharedPrompts, shared_prompts
 from ..look.facts import Facts, masks
 from ..noise import noise_numbers
 
-LEAST = 0.1  # the share of the rows' tokens that "auto" wants to save
+LEAST = 0.1  # the share of the rows' tokens that "auto" must save at least
 TENSORS = {"input_ids", "attention_mask", "labels", "num_items_in_batch"}
 
 

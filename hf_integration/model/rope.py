@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ..context import current
 from ..graph_breaks import between_graphs
 
-COUNTED = "past_key_values_length"  # an argument of embeddings that number tokens from it on
+COUNTED = "past_key_values_length"  # an argument of embeddings that start numbering tokens from it
 ROPE_TYPES = ("dynamic", "longrope")
 
 

@@ -14,8 +14,8 @@ from ..compat import FLATTENED, ZERO_ID
 
 PIECE = 1 << 20  # elements of a tensor that are hashed at a time
 SAMPLES = 8  # values of each parameter that ranks compare in the first forward
-WATCHED, WATCHED_SAMPLES = 8, 64  # parameters that they compare in later forwards, at least, and values of each
-OFTEN = 64  # the most training forwards between two comparisons
+WATCHED, WATCHED_SAMPLES = 8, 64  # later forwards: at least this many parameters, and values of each
+OFTEN = 64  # the maximum number of training forwards between two comparisons
 
 
 def compares_weights(forward: int) -> bool:
@@ -84,6 +84,6 @@ def _spread(p: Tensor, samples: int = SAMPLES) -> Tensor:
     flat = p.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     samples = min(samples, len(flat))
-    # by integers: floats in fp32 cannot hold an index above 2^24, and round the last one up
+    # with integers: fp32 cannot represent indices above 2^24, and rounds the last one up
     indices = torch.arange(samples, device=flat.device) * (len(flat) - 1) // max(samples - 1, 1)
     return flat[indices].double()

@@ -125,7 +125,7 @@ def _sharded(
     checks, cached, table = _compared(inputs), None, agreement.inputs
     if context.media is not None:
         inputs = context.media.of_stack(inputs)
-        checks.fields |= drawn_since(sp, context.media.states)  # such as by dropout in towers
+        checks.fields |= drawn_since(sp, context.media.states)  # for example by dropout in towers
     if takes_cache(context.module, inputs):
         cached, inputs = cached_forward(sp, model.config, facts, inputs, checks, table)
         checks.fields["cache"] = str(cached.kept)
@@ -237,7 +237,7 @@ def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mappin
     """
     sp, labeled, tiles = agreement.sp, inputs.get("labels") is not None, context.state.losses
     if tiles is not None and context.module is not None:
-        share, option_of = 1 / sp.size, agreement.loss_option_of or ""  # of the balance of experts
+        share, option_of = 1 / sp.size, agreement.loss_option_of or ""  # the share of the balance of experts
         check_loss(sp, context.module, inputs, output, share=share, tiles=tiles, option_of=option_of)
         agreement.loss_option_of = None  # not before: a loss that was refused is refused again
     whole = functools.partial(_whole, sp, context, labeled, bool(inputs.get("fused_lm_head")))
@@ -255,8 +255,8 @@ class _OnPart:
     shard. Its parameters get a part of their gradient, times `size`, as those of the base model do.
     """
 
-    shard_spec: ShardSpec | None = None  # of the tensor that is computed
-    stream: OwnStream | None = None  # of its noise
+    shard_spec: ShardSpec | None = None  # the spec of the tensor that is computed
+    stream: OwnStream | None = None  # the stream of its noise
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp

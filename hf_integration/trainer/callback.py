@@ -48,7 +48,7 @@ class FlopCounter:
 
     def __init__(self, model: nn.Module) -> None:
         base = unwrapped(model)
-        # where peft trains a copy of a module, it leaves the original in place
+        # if peft trains a copy of a module, it leaves the original in place
         parameters = [x for x in base.named_parameters(remove_duplicate=False) if "original_module" not in x[0]]
         self.flops_of_token = sum(_weights(base, name, x) * (4 + 2 * x.requires_grad) for name, x in parameters)
         self.windows, modules = windows(base), modules_of(base, facts_of(base)).values()

@@ -58,7 +58,7 @@ BATCHING = {
     "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
 }
 PREFERENCES = ("DPOTrainer", "KTOTrainer")
-LOSS_OF_WHOLE = (*PREFERENCES, "RewardTrainer", *ROLLOUTS)  # those whose compute_loss gets whole outputs
+LOSS_OF_WHOLE = (*PREFERENCES, "RewardTrainer", *ROLLOUTS)  # Trainers whose compute_loss gets whole outputs
 SUPPORTED = ("SFTTrainer", *LOSS_OF_WHOLE, TRL_BASE)  # the Trainers of trl that may be extended
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
 # fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate

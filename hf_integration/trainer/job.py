@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 IDS = "input_ids"
-ROWS = 1000  # rows of a column that are read at once
+ROWS = 1000  # the number of rows of a column that are read at once
 
 
 def job_of(model: PreTrainedModel, job: Job) -> Job:
@@ -111,11 +111,11 @@ def longest_example(dataset: Any, column: str) -> int | None:
     """Return the number of tokens of the longest example of a `datasets.Dataset`, from its length column or its
     input_ids. Return None for any other data set, since all of its examples would have to be made.
     """
-    library = sys.modules.get("datasets")  # if it is not imported, the data set is not one of its
+    library = sys.modules.get("datasets")  # if it is not imported, the data set is not from this library
     if library is None or not isinstance(dataset, library.Dataset) or not len(dataset):
         return None
     if column in dataset.column_names:
-        return max(dataset.with_format(None)[column])  # without calling a transform of the user's
+        return max(dataset.with_format(None)[column])  # without calling a user's transform
     import pyarrow.compute as arrow
     from pyarrow import types
 

@@ -25,7 +25,7 @@ from ..model import whole_calls
 from . import checks
 from .rollouts import ROLLOUTS, Behind, base_of_trl
 
-OF_PAIRS = ("DPOTrainer", "RewardTrainer")  # trl's whose loss is a mean over pairs
+OF_PAIRS = ("DPOTrainer", "RewardTrainer")  # trl's Trainers whose loss is a mean over pairs
 
 
 class PacksOfStep(list):
@@ -69,8 +69,8 @@ class Pairs(Rows):
 class Packed(Behind):
     """Part of `SequenceParallelMixin` that trains on packs."""
 
-    _counts: Sequence[float] = ()  # of each pack of the step, its pairs over those of a plain batch
-    _weight = 1.0  # by which the loss of the pack that is trained on counts
+    _counts: Sequence[float] = ()  # for each pack of the step, its pairs over those of a plain batch
+    _weight = 1.0  # the weight of the loss of the current pack
 
     @property
     def _is_packed(self) -> bool:
@@ -141,7 +141,7 @@ class Packed(Behind):
             self.accelerator.sync_gradients = steps and number == len(inputs)
             batch = whole_calls.moved_batch(batch, self.args.device)
             self._weight = self._counts[number - 1] if self._counts else 1.0
-            if "num_items_in_batch" in batch:  # by which the loss is divided already
+            if "num_items_in_batch" in batch:  # the loss is already divided by it
                 self.current_gradient_accumulation_steps = 1
             loss = loss + super().training_step(model, batch, *args, **kwargs)
         self._weight = 1.0

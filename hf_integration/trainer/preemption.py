@@ -28,7 +28,7 @@ from ..compat import sigterm_handler_before
 class _GuardedStart:
     """A loader's worker_init_fn, after which a worker ignores SIGTERM while its rank listens."""
 
-    start: Any  # the user's
+    start: Any  # the user's worker_init_fn
     listens: Any
 
     def __call__(self, worker: int) -> None:
@@ -47,7 +47,7 @@ class PreemptionCallback(TrainerCallback):
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp, self.signalled = sp, False
-        self._listens = RawValue("b", False)  # which workers see
+        self._listens = RawValue("b", False)  # shared with workers
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

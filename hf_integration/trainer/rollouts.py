@@ -29,13 +29,13 @@ from ..model.patch import whole_sequences
 from ..rebinding import globals_read, rebound
 from . import rng_state
 
-ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl's Trainers that train on what they generate
-# attribute of them -> their argument with which each rank would make its own completions
+ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl's Trainers that train on their own generations
+# their attribute -> their argument with which each rank would make its own completions
 GENERATED_ELSEWHERE = {
     **{name: name for name in ("rollout_func", "tools", "use_transformers_continuous_batching")},
     "environment_factories": "environment_factory",
 }
-# field of a GenerationConfig -> its values with which nothing reads the padding before a prompt
+# field of a GenerationConfig -> values with which nothing reads the padding before a prompt
 PADDING_UNREAD = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (None, 1.0)),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (None, 0)),
@@ -211,13 +211,13 @@ class Rollouts(Behind):
                 return {}
             width = input_ids.shape[1]
             if all(getattr(config, name) in values for name, values in PADDING_UNREAD.items()):
-                width = int(attention_mask[rows].sum(1).max())  # a long prompt pads none that others generate
+                width = int(attention_mask[rows].sum(1).max())  # long prompts do not pad other ranks' prompts
             ids, mask = (x[rows, -width:] for x in (input_ids, attention_mask))
             given = self._fields_of(rows, fields, images)
             given |= {name: given[name][:, -width:] for name in {*TYPES} & {*given}}
             with unchanged(), contextlib.nullcontext() if split else compat.without_zero_hooks(inner):
                 torch.manual_seed(seed)
-                # no step waits for ranks that generate other rows, or none
+                # no step waits for ranks that generate other rows or no rows
                 given |= {"synced_gpus": False, "generation_config": config}
                 ids = generate(input_ids=ids, attention_mask=mask, **given)
             return dict(zip(rows, ids[:, width:].tolist(), strict=True))
@@ -225,7 +225,7 @@ class Rollouts(Behind):
         world = self.sp.control_world
         with together(world, "generating completions", "completions", peers=group), whole_sequences(inner):
             own = completions(shared, mine, seed(dist.get_rank()))
-        # a SeqParError is of this group; others wait for its completions
+        # a SeqParError concerns this group; others wait for its completions
         passing = CommunicationError, RuntimeError
         name = "completions of long prompts"
         with together(world, "generating completions", name, peers=group, passing=passing):
@@ -274,7 +274,7 @@ class Rollouts(Behind):
         known, *logged = pickle.loads(told)
         for log, of_first in zip(logs, logged, strict=True):
             log.update(of_first)
-        rng_state.share(group)  # functions may draw
+        rng_state.share(group)  # functions may draw random numbers
         if any(models):
             columns = known.T.tolist()
             given = [x if models[i] else functools.partial(_given, columns[i]) for i, x in enumerate(self.reward_funcs)]

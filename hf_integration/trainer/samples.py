@@ -22,7 +22,7 @@ from .job import job_of
 if TYPE_CHECKING:
     from ds_seqpar.planner.request import Job
 
-AXES_OF = "get_rope_index"  # transformers' methods that place tokens on several axes
+AXES_OF = "get_rope_index"  # the name of transformers' methods that place tokens on several axes
 
 
 class Packing:

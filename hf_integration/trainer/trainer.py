@@ -88,7 +88,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         ```
     """
 
-    # assigned on the instance, over methods and attributes of the Trainer
+    # assigned on the instance, overriding methods and attributes of the Trainer
     accelerator: Any
     compute_loss: Any
     prediction_step: Any
@@ -111,7 +111,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         self.gather_logits, self.check_loss, self._inputs = gather_logits, check_loss, inputs
         self.group_generation_over = group_generation_over
         self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
-        self._writers = 0  # how many ranks wrote the checkpoint that training goes on from
+        self._writers = 0  # how many ranks wrote the checkpoint from which training resumes
         self._unfinished: AtomicCheckpoint | None = None  # the checkpoint that is being written
         with compat.generation_with(ServerOfGroups, type(self)):
             super().__init__(*args, **kwargs)
@@ -126,7 +126,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         if rolls_out := rollouts.rolls_out(self):
             rollouts.check_together(self)
             rollouts.count_groups(self.args, self.sp.data_size)
-            # trl has set the state of a process, which is a group's
+            # trl has set the state per process, which is here a group
             set_seed(self.args.seed + self.sp.data_rank)
         self.callback_handler.callbacks[1:1] = [rng_state.SharedDraws(self.sp, by_group=rolls_out), self._throughput]
         self._preemption = preemption.take_over(self)
@@ -148,7 +148,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         size = SequenceParallelConfig.from_dict(self._section).size
         if rollouts.rolls_out(self):
             rollouts.check(self)
-            if isinstance(size, int):  # else the groups are known once the model is patched
+            if isinstance(size, int):  # otherwise the groups are known after the model is patched
                 rollouts.count_groups(self.args, max(1, world // size))
         for key in json.left_out:  # accelerate would replace every "auto" in our section
             plugin.deepspeed_config.pop(key, None)
@@ -192,7 +192,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
     def _patch(self, model: nn.Module) -> None:
         base = unwrapped(model)
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        trainer: Any = weakref.proxy(self)  # the job may be asked for as long as the process lives
+        trainer: Any = weakref.proxy(self)  # the job may be requested as long as the process lives
         job = functools.partial(job_of_trainer, trainer, content)
         self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
         patch_attention(base, self.sp, self._inputs)
@@ -259,7 +259,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
 
     def _get_train_sampler(self, *args: Any) -> Any:
         own, self.args.distributed_state = self.args.distributed_state, GroupState(self.args.distributed_state, self.sp)
-        try:  # batch_rebalance deals by cost to the processes that the arguments count
+        try:  # batch_rebalance distributes by cost to the processes counted in the arguments
             return super()._get_train_sampler(*args)
         finally:
             self.args.distributed_state = own
@@ -347,7 +347,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
             super()._save(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._unfinished is None:  # else it is called again once the folder has its name
+        if self._unfinished is None:  # otherwise it is called again after the folder has its name
             super()._push_from_checkpoint(checkpoint_folder)
 
 

@@ -22,9 +22,9 @@ from ..accelerators import GroupAccelerator
 from ..rebinding import rebound
 from .rollouts import Behind
 
-CLIENT = "VLLMClient"  # what trl's file calls its client's class
+CLIENT = "VLLMClient"  # the name of the client's class in trl's file
 SERVER = "vLLM in server mode"
-SHARE = 0.9  # of the time for which ranks wait for one another, in which the server must answer
+SHARE = 0.9  # share of the ranks' timeout within which the server must answer
 
 
 class ServerOfGroups(Behind):
@@ -91,7 +91,7 @@ class ServerOfGroups(Behind):
 def _client(make: Callable, **settings: Any) -> Any:
     client = _in_time(make)(**settings)
     client.session.request = _in_time(client.session.request)
-    client.get_server_info = functools.cache(client.get_server_info)  # trl asks again where other ranks do not wait
+    client.get_server_info = functools.cache(client.get_server_info)  # trl asks again while no other rank waits
     return client
 
 
