@@ -181,7 +181,7 @@ PREPARED = mark("accelerate.accelerator:_is_accelerate_prepared")
 
 @contextlib.contextmanager
 def counting_processes(number: int) -> Iterator[None]:
-    """Context manager in which accelerate's schedulers, when they step, use this as the number of processes."""
+    """Context manager that sets accelerate's number of processes, which its schedulers read when they step."""
     state = PartialState()
     processes, state.num_processes = state.num_processes, number
     try:
