@@ -1,9 +1,9 @@
-"""Train a small Qwen3-VL to count disks in pictures, each row of six pictures shared by the ranks of a sequence.
+"""Train a small Qwen3-VL to count disks in pictures. The ranks of a sequence share each row of six pictures.
 
     deepspeed --num_gpus 2 examples/count_shapes.py --deepspeed ds_configs/zero2_sp2_dp.json
 
-It draws its pictures, takes a minute on two CPU ranks, and writes to --output_dir: `loss.png`, the loss curve, and
-`sample.png`, held-out pictures with the counts that the model answers. All of transformers' TrainingArguments are
+The script draws its own pictures and takes a minute on two CPU ranks. It writes two files to --output_dir: `loss.png`,
+the loss curve, and `sample.png`, held-out pictures with the model's counts. All of transformers' TrainingArguments are
 options.
 """
 
@@ -38,11 +38,11 @@ from matplotlib import pyplot as plt
 
 WORDS = ["<pad>", "<picture>", "<film>", "<start>", "<end>", "how", "many", "?", ".", "1", "2", "3", "4"]
 ID = {word: number for number, word in enumerate(WORDS)}
-PATCH, MERGE, CELL = 8, 2, 16  # pixels; patches a token, each way; pixels of a disk's cell, which is a token
+PATCH, MERGE, CELL = 8, 2, 16  # pixels; patches per token and axis; pixels of a disk's cell, which is a token
 PROCESSOR = Qwen2VLImageProcessorPil(
     patch_size=PATCH, merge_size=MERGE, temporal_patch_size=1, min_pixels=1, max_pixels=2**20
 )
-PICTURES = 6  # of a row
+PICTURES = 6  # pictures in a row
 IGNORE = -100
 
 
@@ -64,7 +64,7 @@ def small_model() -> PreTrainedModel:
 
 
 def draw(rng: random.Random) -> tuple[Image.Image, int]:
-    """Draw a picture of one of four sizes. Return (it, the number of its disks)."""
+    """Draw a picture of one of four sizes. Return (the picture, its number of disks)."""
     picture = Image.new("RGB", (rng.choice((3, 4)) * CELL, rng.choice((3, 4)) * CELL))
     cells = [(x, y) for x in range(0, picture.width, CELL) for y in range(0, picture.height, CELL)]
     chosen = rng.sample(cells, rng.randint(1, 4))
@@ -88,7 +88,7 @@ def row(seed: int) -> dict[str, Any]:
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Pad rows to the longest, and lay the patches of all pictures end to end, as the model takes them."""
+    """Pad rows to the longest, and lay the patches of all pictures end to end, as the model expects."""
     longest = max(len(one["input_ids"]) for one in rows)
     padded = {
         name: torch.tensor([one[name] + [fill] * (longest - len(one[name])) for one in rows])

@@ -1,9 +1,9 @@
-"""Start examples/finetune_llama.py with DeepSpeed's launcher, on the devices of this machine: `make demo`.
+"""Start examples/finetune_llama.py with DeepSpeed's launcher on the devices of this machine (`make demo`).
 
     python examples/demo.py [--ranks N] [--config FILE] [--out FOLDER]
 
-With 4 GPUs or more it trains in bf16 on 4 of them, with 2 or 3 GPUs on 2 of them. Otherwise it trains in fp32 on 4 CPU
-ranks, which see no GPU. One line says which.
+With 4 or more GPUs it trains in bf16 on 4 of them, with 2 or 3 GPUs on 2 of them. Otherwise it trains in fp32 on 4 CPU
+ranks, which see no GPU. It prints one line with its choice.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Choice:
 def choose(devices: int, ranks: int | None = None, config: Path | None = None) -> Choice:
     """Choose what to run.
 
-    GPUs are used if there is one for each of 2 or more ranks, and the configuration trains in bf16 or fp16, which fast
-    kernels need.
+    GPUs are used if there are at least 2 ranks with one GPU each, and the configuration trains in bf16 or fp16, which
+    fast kernels need.
 
     Args:
-        devices: Number of GPUs of this machine.
-        ranks: Number that the user asks for; by default the ranks of one sequence, four at most.
-        config: DeepSpeed JSON that the user asks for; by default the demo's for these ranks.
+        devices: The number of GPUs on this machine.
+        ranks: The requested number; by default the ranks of one sequence, at most four.
+        config: The requested DeepSpeed JSON; by default the demo's for this number of ranks.
 
     Raises:
         SystemExit: If the ranks or the configuration cannot be run.
@@ -69,7 +69,8 @@ def choose(devices: int, ranks: int | None = None, config: Path | None = None) -
 
 
 def _needs(config: Path) -> tuple[int, bool]:
-    """Return the ranks of one sequence in a DeepSpeed JSON, 1 for "auto", and whether it trains in bf16 or fp16."""
+    """Return the number of ranks of one sequence in a DeepSpeed JSON (1 for "auto"), and whether it trains in bf16 or
+    fp16."""
     from ds_seqpar import SeqParError, SequenceParallelConfig
     from ds_seqpar.deepspeed.config import DeepSpeedJson
 
@@ -82,10 +83,10 @@ def _needs(config: Path) -> tuple[int, bool]:
 
 
 def command(choice: Choice, out: str, visible: str | None) -> tuple[list[str], Mapping[str, str]]:
-    """Return the launcher's command line, and the changes of its environment. `visible` is CUDA_VISIBLE_DEVICES if set.
+    """Return the launcher's command line, and the changes to its environment. `visible` is CUDA_VISIBLE_DEVICES if set.
 
-    The launcher numbers devices in CUDA_VISIBLE_DEVICES for CPU ranks too, so `env` hides them again in each rank. It
-    reads the GPUs to use from --include only.
+    The launcher lists devices in CUDA_VISIBLE_DEVICES for CPU ranks too, so `env` hides them again in each rank. It
+    takes the GPUs to use only from --include.
     """
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner"]
     script = [str(ROOT / "examples" / "finetune_llama.py"), "--deepspeed_config", str(choice.config), "--out", out]

@@ -1,10 +1,10 @@
-"""DPO without trl, in a loop whose ranks share sequences. It prints the same on 1 rank and on 2, but for rounding:
+"""DPO without trl, in a loop whose ranks share sequences. Up to rounding, it prints the same on 1 rank and on 2:
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/dpo_loop.py --size 2
 
-A small LLaMA first learns additions of two digits from a teacher that is wrong half of the time. Then it is shown pairs
-of a right answer and a wrong one, and learns to prefer the right one. A step prints the share of all 100 additions that
-it answers rightly, and by how much it prefers right answers more than the model that it began as.
+A small LLaMA first learns to add two digits from a teacher that is wrong half of the time. Then it is shown pairs of a
+right and a wrong answer, and learns to prefer the right one. Each step prints the share of all 100 additions that it
+answers correctly, and how much more it prefers right answers than the initial model does.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def rows_of(problems: Tensor, answers: Tensor) -> Tensor:
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
-    """Return some problems with their right answers, and with wrong ones."""
+    """Return some problems with right answers and with wrong answers."""
     problems = PROBLEMS[torch.randint(0, len(PROBLEMS), (PAIRS,))]
     right = problems.sum(1)
     return problems, right, (right + torch.randint(1, 19, right.shape)) % 19

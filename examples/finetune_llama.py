@@ -1,10 +1,10 @@
-"""Train a LLaMA on long sequences, each split over many ranks.
+"""Train a LLaMA on long sequences, each split across several ranks.
 
     deepspeed --num_gpus 4 examples/finetune_llama.py --deepspeed_config ds_configs/demo.json
 
 Without further arguments it trains a small LLaMA (with GQA) from a config, with bytes as tokens and the sources of the
-Python standard library as text. It writes to --out: the model as `from_pretrained` reads it, the loss curve, and a line
-for each step.
+Python standard library as text. It writes to --out the model in the format of `from_pretrained`, the loss curve, and a
+line for each step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def load_tokenizer(folder: Path | None) -> object:
 
 
 def load_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
-    """Load the folder's model (under ZeRO-3 never whole on one rank), or make a small one, the same on every rank."""
+    """Load the folder's model (never whole on one rank under ZeRO-3), or make a small one that is equal on every
+    rank."""
     torch.manual_seed(args.seed)
     if args.model is None:
         config = LlamaConfig(
@@ -80,7 +81,8 @@ def load_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
 
 
 def read_tokens(data: Path, tokenizer: object, count: int, seed: int) -> torch.Tensor:
-    """Read `count` tokens from files in an order that is the same on every rank, repeated if there are too few."""
+    """Read `count` tokens from files, in the same order on every rank. If there are too few tokens, they are
+    repeated."""
     files = [data] if data.is_file() else sorted(p for p in data.rglob("*") if p.suffix in (".py", ".txt", ".md"))
     if not files:
         raise SystemExit(f"--data needs a text file or a folder with .py, .txt or .md files; got {data}")
@@ -149,7 +151,7 @@ def train(
 
 
 def save_model(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
-    """Save for from_pretrained; under ZeRO-3 one parameter at a time is whole, on the first rank's CPU."""
+    """Save for from_pretrained. Under ZeRO-3 only one parameter at a time is whole, on the first rank's CPU."""
     state = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):

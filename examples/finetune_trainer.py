@@ -1,15 +1,15 @@
-"""Fine-tune a model with the HuggingFace Trainer, each document split over many ranks.
+"""Fine-tune a model with the HuggingFace Trainer, with each document split across several ranks.
 
     deepspeed --num_gpus 4 examples/finetune_trainer.py --deepspeed ds_configs/zero3_sp4.json
 
     accelerate launch --use_deepspeed --deepspeed_config_file ds_configs/zero3_sp4.json --num_processes 4 \\
         examples/finetune_trainer.py
 
-All of transformers' TrainingArguments are options. Without further ones it trains a small LLaMA from a config, with
-bytes as tokens, on the sources of the Python standard library, one document for each file. --lora trains adapters
-instead of the model. --pack concatenates documents instead of padding them, and none sees another.
---resume_from_checkpoint True continues from the last whole checkpoint of --output_dir, --resume_from_checkpoint FOLDER
-from that one. Under torchrun --max-restarts N a run that has lost a rank continues from the last one by itself.
+All of transformers' TrainingArguments are options. By default it trains a small LLaMA from a config, with bytes as
+tokens, on the sources of the Python standard library, with one document per file. --lora trains adapters instead of the
+model. --pack concatenates documents instead of padding them; documents do not see one another. --resume_from_checkpoint
+True resumes from the last complete checkpoint in --output_dir, --resume_from_checkpoint FOLDER from the given one.
+Under torchrun --max-restarts N a run that has lost a rank resumes from its last checkpoint by itself.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def parse() -> tuple[Arguments, TrainingArguments]:
 
 
 def load_model(args: Arguments, vocab_size: int, pad_token_id: int) -> PreTrainedModel:
-    """Load the folder's model (under ZeRO-3 never whole on one rank), or make a small one, the same on every rank."""
+    """Load the folder's model (never whole on one rank under ZeRO-3), or make a small one that is equal on every
+    rank."""
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model)
     config = LlamaConfig(
@@ -84,7 +85,7 @@ def with_adapters(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def read_documents(args: Arguments, tokenizer: PreTrainedTokenizerBase, seed: int) -> Dataset:
-    """Read a document from each file, up to seq_len tokens, in an order that is the same on every rank."""
+    """Read a document of up to seq_len tokens from each file, in the same order on every rank."""
     files = sorted(p for p in Path(args.data).rglob("*") if p.suffix in (".py", ".txt", ".md") and p.stat().st_size)
     count = args.documents + args.eval_documents
     if len(files) < count:
@@ -99,7 +100,8 @@ def laid_out(args: Arguments, documents: Dataset) -> Dataset | Packs:
 
 
 def checkpoint_to_resume(training: TrainingArguments) -> str | None:
-    """Return what the user names. Once torchrun has started the ranks again, it is the last checkpoint, if any."""
+    """Return the checkpoint that the user names. After torchrun has restarted the ranks, return the last checkpoint, if
+    any."""
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     has_saved = any(Path(training.output_dir).glob("checkpoint-*"))
     return "last" if restarted and has_saved else training.resume_from_checkpoint

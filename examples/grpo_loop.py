@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/grpo_loop.py --size 2
 
-A prompt is a number, such as "1 7 =", and its completion is four digits. The reward is 1 where they add up to the
-number, and less the farther off they are. A small LLaMA begins at random and learns it within a minute.
+A prompt is a number, such as "1 7 =", and its completion is four digits. The reward is 1 if they add up to the number,
+and decreases with the error. A small LLaMA starts from random weights and learns the task within a minute.
 
 The ranks of a group divide the completions among them for sampling, then train on all of them together. Each completion
-has noise of its own, so that it is the same whichever rank samples it.
+has its own noise, so it does not depend on which rank samples it.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def reward_of(prompts: Tensor, completions: Tensor) -> Tensor:
 
 
 def sampled(policy: LlamaForCausalLM, sp: SequenceParallel, prompts: Tensor, noise: Tensor) -> Tensor:
-    """Return completions of all prompts, of which each rank of the group has sampled some."""
+    """Return completions of all prompts; each rank of the group samples some of them."""
     mine = torch.arange(len(prompts)).chunk(sp.size)[sp.rank]
 
     def draw(ids: Tensor, scores: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def main() -> None:
         labels = ids.index_fill(1, torch.arange(PROMPT, device=sp.device), -100)
         reward = reward_of(prompts, ids[:, PROMPT:]).view(PROMPTS, SAMPLES)
         advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)
-        for update in range(2):  # on the same completions
+        for update in range(2):  # two updates on the same completions
             logps = sp.log_probs(model, ids, labels=labels)[:, -NEW:]
             if update == 0:
                 old = logps.detach()

@@ -1,11 +1,11 @@
-"""A needle in a haystack: train a model to find it, then look for it in prompts that no rank holds.
+"""Needle in a haystack: train a model to find the needle, then test it on prompts that no rank holds in full.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/needle.py
 
-A haystack is a row of filler words. A needle is a key and its value, all of other words. It is written backwards, so
-that two layers learn to read it within about a minute: the first sees which word comes before each, the second looks
-for the word that was said last. Ranks share each row, in training and in `model.generate`. There each keeps the keys
-and values of its own tokens of the prompt.
+A haystack is a row of filler words. A needle is a key and its value, made of other words. It is written backwards, so
+that two layers learn to read it within about a minute: the first sees which word precedes each word, the second looks
+for the last word. Ranks share each row, in training and in `model.generate`. In `generate` each rank keeps the keys and
+values of its own tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_integration import share_sequences
 FILLERS, WORDS = 16, 32  # vocabulary: the words of hay, then those of needles
 NEEDLES, WIDTH = 4, 4  # needles in a haystack; words of each, a key and three of its value
 LONGEST = 256  # tokens of the longest haystack in training
-LENGTHS, DEPTHS = (64, 128, 256, 512, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)  # where needles are looked for
+LENGTHS, DEPTHS = (64, 128, 256, 512, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)  # lengths and depths that are tested
 
 
 def small_llama() -> LlamaForCausalLM:
@@ -37,7 +37,7 @@ def small_llama() -> LlamaForCausalLM:
 def haystacks(rows: int, length: int, depth: float | None = None) -> tuple[Tensor, Tensor]:
     """Return haystacks (rows, length), and the needles in them (rows, NEEDLES, WIDTH).
 
-    The first needle lies at a depth from 0 to 1, the others anywhere; without a depth all lie anywhere.
+    The first needle is at a depth from 0 to 1, the others are anywhere. Without a depth all are anywhere.
     """
     words = torch.rand(rows, WORDS).argsort(1)[:, : NEEDLES * WIDTH] + FILLERS  # each in one place of a row
     needles = words.view(rows, NEEDLES, WIDTH)
@@ -51,18 +51,19 @@ def haystacks(rows: int, length: int, depth: float | None = None) -> tuple[Tenso
 
 
 def batch_of(progress: float) -> tuple[Tensor, Tensor]:
-    """Return rows that ask for all needles of a haystack, and labels for their values. Hay comes after half the steps,
-    when needles without hay are learned."""
+    """Return rows that query all needles of a haystack, and labels for their values. Hay is added after half of the
+    steps, when the model has learned needles without hay."""
     most = NEEDLES + (LONGEST // WIDTH - NEEDLES) * min(1.0, max(0.0, 3 * progress - 1.5))
     hay, needles = haystacks(32, WIDTH * int(torch.randint(NEEDLES, int(most) + 1, ())))
     values = needles.clone()
-    values[:, :, 0] = -100  # which key is asked cannot be known
+    values[:, :, 0] = -100  # which key is queried cannot be known
     labels = torch.cat([torch.full_like(hay, -100), values.flatten(1)], 1)
     return torch.cat([hay, needles.flatten(1)], 1), labels
 
 
 def accuracy(model: LlamaForCausalLM, length: int, depth: float) -> float:
-    """Return in which share of haystacks the model, given the key at a depth, generates its whole value."""
+    """Return the share of haystacks in which the model, given the key of the needle at a depth, generates its whole
+    value."""
     hay, needles = haystacks(16, length, depth)
     prompt = torch.cat([hay, needles[:, 0, :1]], 1).to(model.device)
     ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=WIDTH - 1, do_sample=False)

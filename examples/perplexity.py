@@ -1,10 +1,11 @@
-"""The perplexity of one text that is longer than fits a rank, and its loss by position.
+"""The perplexity, and the loss by position, of a text that is too long for one rank.
 
     torchrun --nproc-per-node 4 examples/perplexity.py --model FOLDER --text FILE
 
-The folder has a causal language model and its tokenizer, as `save_pretrained` writes them. The text goes into the model
-chunk by chunk, each over the cache of those before. Ranks share each chunk: a rank keeps the keys and values of its own
-tokens, and the losses of its logits. Each token but the first is predicted from all tokens before it.
+The folder has a causal language model and its tokenizer, as `save_pretrained` writes them. The text is fed to the model
+chunk by chunk, each with the cache of the earlier chunks. Ranks share each chunk: a rank keeps the keys and values of
+its own tokens, and computes the losses of its own logits. Each token but the first is predicted from all tokens before
+it.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ STRETCHES, WIDTH = 32, 40  # stretches of the text whose mean losses are shown, 
 
 @torch.no_grad()
 def token_losses(model: PreTrainedModel, ids: Tensor, chunk: int) -> Iterator[Tensor]:
-    """Yield the losses (tokens of the chunk,) in fp64 of a text's tokens but its first, chunk after chunk.
+    """Yield the fp64 losses (tokens of the chunk,) of all tokens of a text except the first, chunk by chunk.
 
     Args:
         model: A patched model in evaluation mode.
         ids: The text's token ids (tokens,), the same on all ranks.
-        chunk: How many tokens a forward takes. Losses do not depend on it.
+        chunk: The number of tokens per forward. Losses do not depend on it.
     """
     cache = DynamicCache(config=model.config)
     for tokens, labels in zip(ids[:-1].split(chunk), ids[1:].split(chunk), strict=True):

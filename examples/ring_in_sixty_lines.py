@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 4 examples/ring_in_sixty_lines.py
 
 Each rank holds the queries, keys and values of its own tokens, and all ranks attend to the whole sequence. Queries stay
-where they are; keys and values go round the ring. In each step a rank sends the block that it holds to the next rank
-while it computes with it, and merges the result into what it has. After `size` steps every query has met every key, and
-no rank ever held more than two foreign blocks. It prints that this equals attention on one device.
+where they are; keys and values travel around the ring. In each step a rank computes with the block that it holds, sends
+it to the next rank meanwhile, and merges the result into its own. After `size` steps every query has met every key, and
+no rank ever held more than two foreign blocks. The script checks that this equals attention on one device and prints
+the result.
 """
 
 from __future__ import annotations
@@ -21,17 +22,16 @@ from torch import Tensor
 def tokens_of(rank: int, size: int, seq: int) -> Tensor:
     """Return the positions of a rank's tokens: chunks r and 2 size - 1 - r of 2 size ("zigzag").
 
-    Under a causal mask late queries see more keys than early ones. An early and a late chunk together make the work of
-    all ranks equal, in every step.
+    Under a causal mask late queries see more keys than early ones. With an early and a late chunk each, all ranks have
+    equal work in every step.
     """
     chunks = torch.arange(seq).chunk(2 * size)
     return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
 class Hop:
-    """This rank's block on its way to the next rank, and the previous rank's on its way here.
-
-    The two are posted together: over NCCL a send that is posted alone may wait for ever for its receive.
+    """The transfer of this rank's block to the next rank, and of the previous rank's block to this one. Both are posted
+    together: over NCCL a send that is posted alone may wait forever for its receive.
     """
 
     def __init__(self, block: Tensor) -> None:
@@ -54,12 +54,12 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rank, size = dist.get_rank(), dist.get_world_size()
         out = torch.zeros_like(q)
-        lse = q.new_full((*q.shape[:3], 1), float("-inf"))  # of each row, the log-sum-exp of its scores so far
-        kv = torch.stack([k, v])  # one message in place of two
+        lse = q.new_full((*q.shape[:3], 1), float("-inf"))  # the log-sum-exp of each row's scores so far
+        kv = torch.stack([k, v])  # one message instead of two
         for step in range(size):
-            hop = Hop(kv) if step < size - 1 else None  # under way during the product
+            hop = Hop(kv) if step < size - 1 else None  # in transit during the product
             scores = scores_of(q, kv[0], rank, (rank - step) % size)
-            # softmax over all keys so far is a weighted mean: of that over the keys before, and that over this block's
+            # softmax over all keys so far is a weighted mean of that over earlier keys and that over this block's keys
             lse_before, lse = lse, torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))
             out = out * (lse_before - lse).exp() + torch.einsum("bqhk,bkhd->bqhd", (scores - lse).exp(), kv[1])
             kv = hop.wait() if hop else kv
@@ -70,7 +70,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = ctx.saved_tensors
         rank, size = dist.get_rank(), dist.get_world_size()
-        delta = (do * out).sum(-1, keepdim=True)  # all that the gradient of softmax needs of the other blocks
+        delta = (do * out).sum(-1, keepdim=True)  # all that the gradient of softmax needs from the other blocks
         dq, kv, gradient_hop = torch.zeros_like(q), torch.stack([k, v]), None
         for step in range(size):
             hop = Hop(kv) if step < size - 1 else None
@@ -80,13 +80,13 @@ class RingAttention(torch.autograd.Function):
             dq += torch.einsum("bqhk,bkhd->bqhd", dscores, kv[0])
             dkv = torch.stack([torch.einsum("bqhk,bqhd->bkhd", *pair) for pair in ((dscores, q), (weights, do))])
             if step == 0:
-                dkv_of_own = dkv  # which is at home
-            else:  # that of a visiting block follows it a step behind, and each rank adds its own share
+                dkv_of_own = dkv  # it has returned
+            else:  # a visiting block's gradient follows one step behind it, and each rank adds its share
                 if gradient_hop:
                     dkv += gradient_hop.wait()
                 gradient_hop = Hop(dkv)
             kv = hop.wait() if hop else kv
-        if gradient_hop:  # the last hop brings it home
+        if gradient_hop:  # the last hop returns it
             dkv_of_own += gradient_hop.wait()
         return dq, *dkv_of_own
 

@@ -1,4 +1,4 @@
-"""ds_seqpar in HuggingFace transformers: `patch_attention(model, sp)`, a method of every model too, and a Trainer."""
+"""ds_seqpar for HuggingFace transformers: `patch_attention(model, sp)`, also a method of every model, and a Trainer."""
 
 import os
 import warnings
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .trainer.callback import SequenceParallelCallback
     from .trainer.trainer import SequenceParallelMixin, SequenceParallelTrainer
 
-# (major, minor), both of which `make test-all` runs; setup.cfg says the same
+# (major, minor); `make test-all` runs both, and setup.cfg specifies the same
 OLDEST, NEWEST = (5, 18), (5, 23)
 LATER = {
     "SequenceParallelCallback": "trainer.callback",
@@ -67,7 +67,7 @@ __all__ = [
 
 
 def check_transformers(version: str) -> None:
-    """Raises ConfigError for a transformers that is too old; warns, on one rank, of one that is newer than tested."""
+    """Raise ConfigError if transformers is too old; warn on one rank if it is newer than the tested versions."""
     release = Version(version).release[:2]
     tested = f"transformers {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
     if release < OLDEST:
@@ -81,7 +81,7 @@ def check_transformers(version: str) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """The Trainer's side, imported when it is first asked for: transformers' Trainer takes seconds to import."""
+    """Import the Trainer's part on first access: transformers' Trainer takes seconds to import."""
     if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name != "prepare_loader":

@@ -1,8 +1,8 @@
 """Read accelerate's ParallelismConfig, which scripts for DeepSpeed's Ulysses use, as our "sequence_parallel" section.
 
 It comes from TrainingArguments, from a script that gives it to its Accelerator, or from accelerate's launcher through
-the environment. In any case an Accelerator has it, and must not keep it: it would shard every batch a second time, with
-separate groups.
+the environment. In each case an Accelerator holds it, and must not keep it: the Accelerator would shard every batch a
+second time, with separate groups.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from accelerate import Accelerator, ParallelismConfig
 
 from ds_seqpar.base.errors import SECTION, ConfigError
 
-# an sp_attn_implementation -> our kernel; any other is refused
+# sp_attn_implementation -> our kernel; others are refused
 KERNELS = {
     None: None,
     "None": None,
@@ -25,7 +25,7 @@ KERNELS = {
 
 
 def removed_from(accelerator: Accelerator) -> ParallelismConfig | None:
-    """Remove the ParallelismConfig that an Accelerator was made with, and return it; None where it has none."""
+    """Remove the ParallelismConfig from an Accelerator and return it; None if there is none."""
     state: Any = accelerator.state
     parallelism, state.parallelism_config, state.device_mesh = state.parallelism_config, None, None
     return parallelism
@@ -34,9 +34,10 @@ def removed_from(accelerator: Accelerator) -> ParallelismConfig | None:
 def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, world: int) -> Any:
     """Return the section with the settings of a ParallelismConfig.
 
-    Raises ConfigError if both have a setting and the values differ, and for fields other than sequence parallelism's.
+    Raises ConfigError if both specify a setting with different values, or for fields that do not concern sequence
+    parallelism.
     """
-    if parallelism is None or not isinstance(section, Mapping):  # SequenceParallelConfig raises if it is no mapping
+    if parallelism is None or not isinstance(section, Mapping):  # SequenceParallelConfig raises if it is not a mapping
         return section
     for field in ("tp_size", "cp_size"):
         if (value := getattr(parallelism, field)) > 1:
@@ -45,7 +46,7 @@ def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, wo
                 f"of accelerate's ParallelismConfig sequence parallelism takes sp_size and its dp sizes; got {field} "
                 f"{value}, {instead}"
             )
-    if parallelism.sp_size == 1:  # it has data parallel sizes only, which DeepSpeed has anyway
+    if parallelism.sp_size == 1:  # it has only data parallel sizes, which DeepSpeed has anyway
         return section
     groups = parallelism.dp_replicate_size * parallelism.dp_shard_size
     if groups not in (1, world // parallelism.sp_size):

@@ -1,10 +1,9 @@
-"""Accelerators that count groups of ranks where accelerate counts processes: for custom training loops, and the
-Trainer.
+"""Accelerators that count groups of ranks instead of processes, for custom training loops and the Trainer.
 
 The ranks that share sequences replace one process of the plain script. So what accelerate does once for each process
 must be done once for each group: distributing batches, stepping schedulers, gathering and splitting. Devices, barriers,
-random states, files, and the mean of gradients still belong to a process. `docs/own_loop.md` lists both kinds of
-members.
+random states, files, and the averaging of gradients remain per process. `docs/own_loop.md` lists the members of both
+kinds.
 """
 
 from __future__ import annotations
@@ -41,13 +40,12 @@ from . import accelerate_config, compat
 from .loaders import examples_of, prepare_loader, stream_of
 from .module_patch import patch_on
 
-TRAINED = (Optimizer, DummyOptim, LRScheduler, DummyScheduler)  # what `prepare` takes beside a model to train it
+TRAINED = (Optimizer, DummyOptim, LRScheduler, DummyScheduler)  # what `prepare` takes besides a model to train it
 
 
 class GroupState:
-    """Proxy of a state of accelerate that counts groups. All other members are those of `own`, which counts processes.
-
-    With `sp=None` it counts processes too.
+    """A proxy of an accelerate state that counts groups. All other members come from `own`, which counts processes.
+    With `sp=None` the proxy counts processes too.
     """
 
     def __init__(self, wrapped: Any, sp: SequenceParallel | None) -> None:
@@ -72,7 +70,7 @@ class GroupState:
 
 
 class GroupScheduler(AcceleratedScheduler):
-    """accelerate's scheduler, which steps once for each process, with groups as processes."""
+    """accelerate's scheduler, which steps once per process, with groups in place of processes."""
 
     sp: SequenceParallel
 
@@ -87,8 +85,8 @@ class GroupAccelerator(GroupState):
     Args:
         accelerator: The Accelerator of all ranks, kept as `own`.
         sp: The SequenceParallel of the model; None until the model is patched.
-        of_trainer: Whether it is the Trainer's, whose ranks have already compared their values, and whose steps move
-            whole batches to the device.
+        of_trainer: Whether it belongs to a Trainer, whose ranks have already compared their values and whose steps move
+        whole batches to the device.
     """
 
     of_trainer: bool
@@ -162,7 +160,7 @@ class GroupAccelerator(GroupState):
         return data_loader
 
     def _count_groups(self) -> None:
-        """Make the schedulers and the DeepSpeed engines that `own` has prepared count groups."""
+        """Make the schedulers and DeepSpeed engines prepared by `own` count groups."""
         if self.sp is None:
             return
         for scheduler in compat.schedulers(self.own):
@@ -175,14 +173,14 @@ class GroupAccelerator(GroupState):
     # ---- gathering
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate the values of each group, once, along the first dim."""
+        """Concatenate the values along the first dim, taking each group's once."""
         if self.sp is None or (self.of_trainer and self.sp.data_size == 1):
             return tensor
         by_group = self._by_group(tensor, "gather")
         return recursively_apply(lambda x: x.flatten(0, 1) if x.dim() > 1 else x, by_group)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather, without the repeated examples that fill up the last batch."""
+        """Gather without the repeated examples that pad the last batch."""
         try:
             recursively_apply(lambda x: x, input_data, error_on_other_type=True)
         except TypeError:
@@ -217,7 +215,7 @@ class GroupAccelerator(GroupState):
         return self.own.on_process(function, process_index=process_index)
 
     def real_examples(self) -> int | None:
-        """Return how many of the last batch's examples, over all groups, are not repetitions.
+        """Return how many examples of the last batch, over all groups, are not repetitions.
 
         None means all of them, or, for the Trainer only, an unknown number.
         """
@@ -245,7 +243,7 @@ class GroupAccelerator(GroupState):
         return [[rank for rank, of in enumerate(groups) if of == group] for group in range(self.sp.data_size)]
 
     def gather_objects(self, data: Any) -> list[Any]:
-        """Concatenate the lists of each group, once, as accelerate's `gather_object` does those of processes."""
+        """Concatenate one list per group, as accelerate's `gather_object` concatenates one per process."""
         by_rank = gather_object([data])
         return [x for ranks in self._ranks_by_group() for x in by_rank[ranks[0]]]
 
@@ -279,7 +277,8 @@ class GroupAccelerator(GroupState):
 
 
 def _same_in_groups(values: Tensor) -> bool:
-    """Return whether ranks of a group hold equal values up to rounding. values: (groups, ranks of a group, ...)."""
+    """Return whether the ranks of a group hold equal values, up to rounding. values: (groups, ranks of a group,
+    ...)."""
     first = values[:, :1]
     if not values.is_floating_point():
         return bool((values == first).all())
@@ -292,7 +291,7 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
     """Make an Accelerator whose processes are the groups of ranks that share sequences.
 
     It distributes batches to groups, steps schedulers once for each group, and gathers, reduces and splits over groups.
-    All other members are those of the given Accelerator, which is kept as `own` and still counts ranks.
+    All other members come from the given Accelerator, which is kept as `own` and still counts ranks.
 
     Args:
         accelerator: The Accelerator of all ranks, before `prepare`.
@@ -302,7 +301,7 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
         The Accelerator that counts groups.
 
     Raises:
-        ConfigError: If the Accelerator is of fewer ranks, or has a ParallelismConfig with other sizes.
+        ConfigError: If the Accelerator covers fewer ranks, or has a ParallelismConfig with other sizes.
 
     Examples:
         ```python
@@ -333,17 +332,18 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
 
 # ---- Accelerators that count ranks where they should count groups
 
-# members of an Accelerator that count processes; `prepare` does with a scheduler among its arguments
+# members of an Accelerator that count processes; `prepare` does so if a scheduler is among its arguments
 COUNTS = ("prepare", "prepare_scheduler", "gather", "gather_for_metrics", "reduce", "split_between_processes",
           "num_processes")  # fmt: skip
-# packages that call them where ranks are meant, or with their own Accelerator
+# packages that call them for ranks, or on their own Accelerator
 EXEMPT_CALLERS = ("accelerate", "transformers", "trl", "hf_integration")
 _patched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # base models that may share sequences
-_counted: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # Accelerators that `share_accelerator` was called with
+_counted: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # Accelerators passed to `share_accelerator`
 
 
 def watch(model: nn.Module) -> None:
-    """Make Accelerators tell where they would count each rank of a sequence. `model` is a patched base model."""
+    """Make Accelerators report uses that would count each rank of a sequence separately. `model` is a patched base
+    model."""
     _guard()
     _patched.add(model)
 
@@ -355,8 +355,8 @@ def _guard() -> None:
 
 
 def _check(name: str, accelerator: Accelerator, frame: FrameType, args: tuple) -> None:
-    """Raise ConfigError where a user's code uses a member that counts ranks, of an Accelerator that shares sequences;
-    warn once where a library does, whose code the user cannot change."""
+    """Raise ConfigError if user code uses a member that counts ranks on an Accelerator that shares sequences. If
+    library code does, which the user cannot change, warn once instead."""
     caller = frame.f_globals.get("__name__", "")
     is_exempt = caller.partition(".")[0] in EXEMPT_CALLERS
     counts = name != "prepare" or any(isinstance(x, LRScheduler | DummyScheduler) for x in args)

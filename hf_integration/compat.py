@@ -1,5 +1,5 @@
-"""Every name of transformers, accelerate, DeepSpeed, peft, trl and torch that hf_integration uses though they do not
-document it; as `ds_seqpar.base.compat`, which has torch's others."""
+"""All undocumented names of transformers, accelerate, DeepSpeed, peft, trl and torch that hf_integration uses. See also
+`ds_seqpar.base.compat`, which has more of torch's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .rebinding import globals_read
 attention_name = attribute(
     "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "the attention of a local forward"
 )
-# where a config keeps that name, for itself and not for its parts
+# where a config keeps that name for itself, not for its parts
 ATTENTION = mark("transformers.configuration_utils:_attn_implementation_internal")
 # set on layers by gradient_checkpointing_enable
 CHECKPOINT = mark("transformers.modeling_utils:_gradient_checkpointing_func")
@@ -41,7 +41,7 @@ NEFTUNE = mark("transformers.integrations.neftune:neftune_noise_alpha")
 set_output_recorders = private(
     "transformers.monkey_patching:patch_output_recorders", "a small copy of a model whose classes are patched"
 )
-# of FSDP1's flat parameters, and of those that are parts of one
+# attributes of FSDP1's flat parameters, and of parameters that are parts of one
 FLATTENED = mark("torch.distributed.fsdp._common_utils:_fsdp_flattened")
 # the function of "eager" attention, in the file of each model; local forwards would raise KeyError
 EAGER = mark("transformers.models.llama.modeling_llama:eager_attention_forward")
@@ -63,12 +63,12 @@ generation_config_of = attribute(
 
 train_batch_size = attribute("transformers.trainer:Trainer._train_batch_size", "a Trainer's count of sequences")
 loss_since_log = attribute("transformers.trainer:Trainer._tr_loss", "`train_loss`")
-# of trl's GRPO and RLOO
+# attributes of trl's GRPO and RLOO
 is_vlm = attribute("trl.trainer.grpo_trainer:GRPOTrainer._is_vlm", "GRPO and RLOO")
 extra_logs = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_extra_logs", "`log_extra` of reward functions")
 extra_metrics = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_metrics", "`log_metric` of reward functions")
 TRL_BASE = mark("trl.trainer.base_trainer:_BaseTrainer")  # the base of trl's Trainers, which would be refused
-# private methods that `SequenceParallelMixin` extends -> what breaks where the Trainer calls them no more
+# private methods that `SequenceParallelMixin` extends -> what breaks if the Trainer no longer calls them
 EXTENDED = {
     "_prepare_for_training": "Liger's kernels in a patched model",
     "_finalize_training": "`train_loss`",
@@ -100,7 +100,7 @@ _GENERATION = mark("trl.trainer.grpo_trainer:VLLMGeneration")  # which would gat
 
 @contextlib.contextmanager
 def generation_with(mixin: type, trainer_class: type) -> Iterator[None]:
-    """Context manager in which trl's trainers make their `VLLMGeneration` with a mixin before it."""
+    """Context manager in which trl's trainers create their `VLLMGeneration` with a mixin placed before it."""
     modules = {x.__module__ for x in trainer_class.__mro__} & {*sys.modules}
     scopes = [vars(sys.modules[name]) for name in modules]
     before = [(scope, scope[_GENERATION]) for scope in scopes if _GENERATION in scope]
@@ -114,15 +114,15 @@ def generation_with(mixin: type, trainer_class: type) -> Iterator[None]:
 
 
 def check_trainer(trainer_class: type) -> None:
-    """Raise ConfigError for a transformers' Trainer without a method that `SequenceParallelMixin` extends."""
+    """Raise ConfigError if transformers' Trainer lacks a method that `SequenceParallelMixin` extends."""
     for name, breaks in EXTENDED.items():
         if not hasattr(trainer_class, name):
             raise missing(f"transformers.trainer:Trainer.{name}", breaks)
 
 
 def check_rollouts(trainer_class: type) -> None:
-    """Raise ConfigError for a GRPO or RLOO of trl's without a method that `Rollouts` extends, or whose client of vLLM
-    makes other calls that count ranks than `CALLED` has."""
+    """Raise ConfigError if trl's GRPO or RLOO lacks a method that `Rollouts` extends, or if its vLLM client makes
+    rank-counting calls that `CALLED` does not list."""
     breaks = "what counts groups in GRPO and RLOO"
     for name in EXTENDED_OF_ROLLOUTS:
         if name not in vars(trainer_class):
@@ -132,19 +132,19 @@ def check_rollouts(trainer_class: type) -> None:
 
 
 def cuts_of_rows() -> tuple[Callable, Callable]:
-    """Return trl's functions that cut what a processor gives into rows, and join rows again."""
+    """Return trl's functions that cut a processor's output into rows and join the rows again."""
     names = ("split_pixel_values_by_grid", "unsplit_pixel_values_by_grid")
     cut, join = (private(f"trl.trainer.utils:{name}", "GRPO and RLOO with pictures") for name in names)
     return cut, join
 
 
 def check_calls(cls: type) -> None:
-    """Raise ConfigError for a class of trl's whose methods make other calls that count ranks than `CALLED` has."""
+    """Raise ConfigError if methods of a trl class make rank-counting calls that `CALLED` does not list."""
     expected, found = CALLED[cls.__name__], dict[str, set[str]]()
     for base in cls.__mro__:
         for name, method in vars(base).items() if base.__module__.startswith("trl.") else ():
             scope = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__globals__", {})
-            # also those that its file has under another name
+            # including those that its file has under another name
             read = {x for x in globals_read(method) if {x, getattr(scope.get(x), "__name__", x)} & _COUNTS_RANKS}
             found.setdefault(name, read)
     for name in sorted({*expected, *found}):
@@ -165,7 +165,7 @@ _handler_before = attribute(
 
 
 def sigterm_handler_before(jit_callback: Any) -> Any:
-    """Return the handler of SIGTERM that transformers' callback has replaced."""
+    """Return the SIGTERM handler that transformers' callback has replaced."""
     return _handler_before(_jit_manager(jit_callback))
 
 
@@ -175,13 +175,13 @@ _GROUPS = "an Accelerator that counts groups of ranks"
 schedulers = attribute("accelerate.accelerator:Accelerator._schedulers", _GROUPS)
 models = attribute("accelerate.accelerator:Accelerator._models", _GROUPS)
 loaders = attribute("accelerate.accelerator:Accelerator._dataloaders", _GROUPS)
-# set on a loader that is not to be prepared again: each rank of a sequence would get other batches
+# set on a loader that must not be prepared again: ranks of a sequence would get different batches
 PREPARED = mark("accelerate.accelerator:_is_accelerate_prepared")
 
 
 @contextlib.contextmanager
 def counting_processes(number: int) -> Iterator[None]:
-    """Context manager in which accelerate takes this for the number of processes, as its schedulers do in a step."""
+    """Context manager that sets accelerate's number of processes, which its schedulers read when they step."""
     state = PartialState()
     processes, state.num_processes = state.num_processes, number
     try:
@@ -195,7 +195,7 @@ def watch_member(name: str, check: Callable[[Accelerator, FrameType, tuple], Non
     """Call a check before each use of a method or property of any Accelerator.
 
     Args:
-        name: Of the member.
+        name: The name of the member.
         check: Called with the Accelerator, the caller's frame and the arguments.
     """
     member = vars(Accelerator)[name]
@@ -211,16 +211,16 @@ def watch_member(name: str, check: Callable[[Accelerator, FrameType, tuple], Non
 
 # ---- DeepSpeed
 
-ENGINE = mark("deepspeed.runtime.engine:global_samples")  # engines have it; their figures would count ranks
+ENGINE = mark("deepspeed.runtime.engine:global_samples")  # engines use it; their figures would count ranks
 
 # set on the parameters and modules that ZeRO-3 has; a model would count as one that it does not have
 ZERO_ID = mark("deepspeed.runtime.zero.partition_parameters:ds_id")
-# set on a module whose parameters ZeRO-3 is to treat as one; it would reduce the gradients of each tile alone
+# set on a module whose parameters ZeRO-3 must treat as one; otherwise it would reduce gradients tile by tile
 LEAF = mark("deepspeed.utils.z3_leaf_module:_z3_leaf")
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
-    """Return the number of elements of a parameter, as `ds_seqpar.base.compat.whole_shape`."""
+    """Return the number of elements of a whole parameter; see `ds_seqpar.base.compat.whole_shape`."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
@@ -235,7 +235,7 @@ def is_fetching(parameter: Any) -> bool:
 
 
 def _zero_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Callable], list[int]]]:
-    """Yield the forward hooks of each module that ZeRO-3 has hooked, with the keys of its own."""
+    """Yield the forward hooks of each module that ZeRO-3 has hooked, with the keys of ZeRO-3's hooks."""
     for module in model.modules():
         for hooks in (forward_pre_hooks(module), forward_hooks(module)):
             if keys := [key for key, hook in hooks.items() if hook.__module__.startswith("deepspeed.")]:
@@ -243,13 +243,13 @@ def _zero_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Callable], list[in
 
 
 def has_zero_hooks(model: nn.Module) -> bool:
-    """Return whether forwards of a model fetch parameters that ZeRO-3 has split."""
+    """Return whether a model's forward fetches parameters that ZeRO-3 has split."""
     return any(True for _ in _zero_hooks(model))
 
 
 @contextlib.contextmanager
 def without_zero_hooks(model: nn.Module) -> Iterator[None]:
-    """Context manager in which a model's forwards neither fetch parameters nor drop them."""
+    """Context manager in which a model's forward neither fetches nor drops parameters."""
     before = [(hooks, dict(hooks)) for hooks, _ in _zero_hooks(model)]
     for hooks, keys in [*_zero_hooks(model)]:
         for key in keys:
@@ -258,13 +258,13 @@ def without_zero_hooks(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for hooks, all_hooks in before:
-            hooks.update({key: hooks.pop(key, hook) for key, hook in all_hooks.items()})  # in their order
+            hooks.update({key: hooks.pop(key, hook) for key, hook in all_hooks.items()})  # in their original order
 
 
 @contextlib.contextmanager
 def outside_zero_init() -> Iterator[None]:
-    """Context manager in which modules are made whole, also inside of `deepspeed.zero.Init`, and of a Trainer's ZeRO-3,
-    in which transformers partitions the models that a model is made of."""
+    """Context manager in which modules are created whole, even inside `deepspeed.zero.Init` and under a Trainer's
+    ZeRO-3, where transformers partitions the submodels of a model."""
     zero, breaks = (
         sys.modules.get("deepspeed.runtime.zero.partition_parameters"),
         "a small copy of a model under ZeRO-3",
@@ -287,7 +287,8 @@ def outside_zero_init() -> Iterator[None]:
 
 
 def is_plain_lora(module: Any) -> bool:
-    """Return whether this is peft's linear layer with plain LoRA: without dropout, magnitudes (DoRA) or biases."""
+    """Return whether this is peft's linear layer with plain LoRA, that is, without dropout, magnitudes (DoRA) or
+    biases."""
     if not hasattr(module, "lora_A") or not hasattr(module, "base_layer") or getattr(module, "lora_variant", None):
         return False
     plain = [*module.lora_A.values(), *module.lora_B.values()]
@@ -302,12 +303,12 @@ forward_pre_hooks = attribute("torch.nn.modules.module:Module._forward_pre_hooks
 
 
 def drop_children(module: nn.Module, names: Iterable[str]) -> None:
-    """Give a shallow copy of a module a dict of children of its own, without these."""
+    """Give a shallow copy of a module its own dict of children, without the given ones."""
     module._modules = {name: child for name, child in module._modules.items() if name not in names}
 
 
 def copy_hooks(module: nn.Module, other: nn.Module, wanted: Callable[[Callable], bool]) -> None:
-    """Register hooks of a module's forward on another module too."""
+    """Register the forward hooks of a module on another module as well."""
     for hooks, with_kwargs, register in (
         (forward_pre_hooks(module), module._forward_pre_hooks_with_kwargs, other.register_forward_pre_hook),
         (forward_hooks(module), module._forward_hooks_with_kwargs, other.register_forward_hook),
@@ -319,9 +320,8 @@ def copy_hooks(module: nn.Module, other: nn.Module, wanted: Callable[[Callable],
 
 @contextlib.contextmanager
 def without_hooks(tensors: Iterable[Any]) -> Iterator[None]:
-    """Context manager in which tensors have no hooks.
-
-    `torch.autograd.grad` would run them for each tile, but they must run once, for the sum.
+    """Context manager that removes the hooks of tensors. `torch.autograd.grad` would run them for each tile, but they
+    must run once, on the sum.
     """
     before = [(tensor, tensor._backward_hooks) for tensor in tensors]
     for tensor, _ in before:
@@ -334,5 +334,5 @@ def without_hooks(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def set_dataset(loader: DataLoader, dataset: Any) -> None:
-    """Replace the data set of a loader, which a DataLoader refuses."""
+    """Replace the data set of a loader, which DataLoader itself does not allow."""
     vars(loader)["dataset"] = dataset

@@ -1,8 +1,9 @@
-"""What one forward of a patched model is: local, sharded, whole or a decode step, and all that its parts must know.
+"""The context of one forward of a patched model: local, sharded, whole or a decode step, with all that its parts must
+know.
 
-The outermost module that is called makes the context, once. Layers get it as the keyword `sequence_parallel`. A
-ContextVar has it where no keyword reaches: RoPE, norms, MLPs, heads. Threads of autograd find nothing there:
-whoever recomputes a part of a forward there enters the context that the part had.
+The outermost called module creates the context once. Layers get it as the keyword `sequence_parallel`. RoPE, norms,
+MLPs and heads, which get no keyword, read it from a ContextVar. The ContextVar is empty in autograd threads, so code
+that recomputes a part of a forward there must enter the context that the part had.
 """
 
 from __future__ import annotations
@@ -33,37 +34,37 @@ class ForwardState:
 
     begun: bool = False  # whether the base model was called
     losses: list[float] | None = None  # the sum of token losses of each tile; None: the loss is not to be checked
-    router_logits: tuple[Tensor, ...] | None = None  # of the base model, until the forward ends
+    router_logits: tuple[Tensor, ...] | None = None  # those of the base model, until the forward ends
     noise: OwnNoise | None = None  # while this rank draws for its own tokens
-    shared: list[Tensor] | None = None  # the random states of all ranks, when one last drew for its own tokens
+    shared: list[Tensor] | None = None  # the random states of all ranks when a rank last drew for its own tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardContext:
     """One forward of a patched model.
 
-    Layers need this very object. FSDP2 rebuilds dataclasses among a module's arguments, and so would copy its state, so
-    instances do not show that they are one.
+    Layers need this very object. FSDP2 rebuilds dataclasses among a module's arguments, which would copy the state, so
+    instances hide that they are dataclasses.
     """
 
-    mode: Mode | None = None  # None: the base model's call will say
+    mode: Mode | None = None  # None: the base model's call will decide
     module: nn.Module | None = None  # the module that is called
     layout: BatchLayout | None = None  # None: sequences are shared equally
-    positions: Tensor | None = None  # the position_ids with which the base model is to be called
-    spec: ShardSpec | None = None  # of a whole batch that was sharded
-    logits: ShardSpec | None = None  # of its tokens that get logits
+    positions: Tensor | None = None  # the position_ids with which the base model will be called
+    spec: ShardSpec | None = None  # the spec of a whole batch that was sharded
+    logits: ShardSpec | None = None  # the spec of its tokens that get logits
     cached: Any = None  # the CachedForward of a forward with a cache in parts
-    media: Any = None  # the MediaCall of a whole call of which the stack inside makes shards
+    media: Any = None  # the MediaCall of a whole call that the stack inside shards
     shared: SharedPrompts | None = None  # the prompts of a whole batch that are computed once for several rows
-    compared: ValueChecks | None = None  # what ranks compare of a whole batch, together with the forward
+    compared: ValueChecks | None = None  # what ranks compare for a whole batch, together with the forward
     rope_tokens: int | None = None  # tokens up to the longest position; None: RoPE sees them all
     state: ForwardState = dataclasses.field(default_factory=ForwardState)
     outer: ForwardContext | None = None  # the context around this one
-    within: bool = False  # whether the module was called by that of `outer`, and not by a hook of a user's
+    within: bool = False  # whether the module was called by that of `outer`, not by a user's hook
 
     @property
     def is_outermost(self) -> bool:
-        """Whether no module around this one has sharded the batch."""
+        """Whether no enclosing module has sharded the batch."""
         return self.outer is None or self.outer.state is not self.state
 
     @property
@@ -73,20 +74,20 @@ class ForwardContext:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a module inside may be the one to share the call: the base model, or the stack in it."""
+        """Whether an inner module (the base model or its stack) may still be the one that shares the call."""
         return self.mode not in ("local", "sharded") and self.spec is None and self.cached is None
 
     @property
     def is_in_whole(self) -> bool:
-        """Whether a module around this one has whole outputs of it."""
+        """Whether an enclosing module gets this one's outputs whole."""
         return self.within and self.outer is not None and self.outer.mode == "whole"
 
     def recomputing(self) -> ForwardContext:
-        """Return the context in which a checkpoint computes a part, in forward and again in backward."""
+        """Return the context in which a checkpoint computes a part of the forward, and recomputes it in backward."""
         return self.replace(state=ForwardState())
 
     def replace(self, **changes: Any) -> ForwardContext:
-        """Return a context with other values of some fields."""
+        """Return a copy of the context with some fields changed."""
         context = copy.copy(self)
         vars(context).update(changes)
         return context

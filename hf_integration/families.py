@@ -1,8 +1,8 @@
-"""Models of transformers: their modules, which settings would make their attention wrong, and how it is switched.
+"""transformers models: their modules, the settings that would make their attention wrong, and how to switch it.
 
 transformers looks up the functions of attention and of its masks by the name in a model's config. So a patched model
-has a config of its own, in which the text part has our name. A copy of that config has the name that was there before,
-and the files of a saved model have none.
+gets its own config, whose text part has our name. A copy of that config has the previous name, and the files of a saved
+model have no name.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def vocabulary(model: PreTrainedModel) -> tuple[int, int]:
-    """Return (tokens that the model embeds, labels that its head has logits for), as they are now."""
+    """Return the current (number of tokens that the model embeds, number of labels that its head has logits for)."""
     size = model.config.get_text_config(decoder=True).vocab_size
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     return getattr(embeddings, "num_embeddings", size), getattr(head, "out_features", size)
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise ConfigError for a model that is not of transformers, or not of one sequence."""
+    """Raise ConfigError if a model is not from transformers, or does not process a single sequence."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"patch_attention needs a transformers model; got {type(model).__name__}, "
@@ -61,18 +61,18 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def check_config(model: PreTrainedModel, outside: bool) -> None:
-    """Raise ConfigError for a model whose config makes its attention another one.
+    """Raise ConfigError if a model's config changes its attention to one that is not supported.
 
     Args:
         model: A transformers model.
-        outside: Whether its masks are made around its layers, for each batch, whatever the config of these says.
+        outside: Whether masks are made for each batch outside the layers, regardless of the layers' config.
     """
     if unmet_needs := _unmet_needs(model.config.get_text_config(decoder=True), outside):
         raise ConfigError(f"sequence parallel attention needs {' and '.join(unmet_needs)}; change the model's config")
 
 
 def _unmet_needs(config: PreTrainedConfig, outside: bool) -> list[str]:
-    """Return "NEEDED; got GIVEN" for each setting with which no model can be patched."""
+    """Return "NEEDED; got GIVEN" for each setting that prevents patching any model."""
     unmet = [
         f"{name} 0 (ranks would drop different weights); got {rate}"
         for name, rate in vars(config).items()
@@ -87,19 +87,19 @@ def _unmet_needs(config: PreTrainedConfig, outside: bool) -> list[str]:
 
 
 def base_of(model: Any) -> Any:
-    """Return the module that is patched: the base model, or the part of it that heads call past it."""
+    """Return the module that is patched: the base model, or the part of it that heads call directly."""
     own = patch_on(model)
     return model.base_model if own is None or own.base is None else model.get_submodule(own.base)
 
 
 def patch_of(model: Any) -> Any:
-    """Return the Patch of a model; None where it is not patched."""
+    """Return the Patch of a model; None if it is not patched."""
     own = patch_on(base_of(model)) if hasattr(model, "base_model") else None
     return own and own.model
 
 
 def balance_weight(model: Any) -> float:
-    """Return the weight of the loss that balances experts, 0 in a model without."""
+    """Return the weight of the loss that balances experts; 0 if the model has no such loss."""
     return next((getattr(owner, name) for owner, name in _balance_weights(model)), 0.0)
 
 
@@ -118,10 +118,9 @@ BALANCE = ("router_aux_loss_coef", "aux_loss_coef")  # attributes with the weigh
 
 
 class Name(str):
-    """The name of our attention in a config. Copies and pickles of it are the name that it has replaced.
-
-    What looks for "flash" in it, as transformers does where flash attention needs other masks, finds what local
-    forwards use.
+    """The name of our attention in a config. Copies and pickles of it become the name that it has replaced. A search
+    for "flash" in it, which transformers uses to choose masks for flash attention, is answered for the attention that
+    local forwards use.
     """
 
     replaced: str
@@ -134,7 +133,7 @@ class Name(str):
 
 
 def keep_name(config: Any, before: str | None = None) -> None:
-    """Name our attention in a config that names another one, which local forwards then use, or that named `before`."""
+    """Set our attention in a config. Local forwards then use the attention that the config named, or `before`."""
     if not isinstance(name := attention_name(config), Name):
         ours = Name(NAME)
         ours.replaced = before or name
@@ -142,25 +141,26 @@ def keep_name(config: Any, before: str | None = None) -> None:
 
 
 def name_before(config: Any) -> str:
-    """Return the name of attention that a config has, or that it had before ours."""
+    """Return the name of the attention in a config, or the name that ours has replaced."""
     if (name := attention_name(config)) == NAME and not isinstance(name, Name):
         raise ConfigError(f'attention "{NAME}" needs patch_attention; set attn_implementation to "sdpa", then patch')
     return getattr(name, "replaced", name)
 
 
 def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, Any] | None = None) -> str:
-    """Set the attention of a model's text part alone, on a config of the model's own: others may be made of its config.
+    """Set the attention of a model's text part only, on a config that the model does not share with other models.
 
     Args:
         model: A model.
-        name: Of an attention function.
-        attending: Modules that must have it then, by their names.
+        name: The name of an attention function.
+        attending: The modules that must use it afterwards, by name.
 
     Returns:
-        The name that it had.
+        The previous name.
 
     Raises:
-        ConfigError: They have not, since the model's class cannot switch, of which transformers only warns.
+        ConfigError: Some module does not use it, because the model's class cannot switch; transformers only warns of
+        this.
     """
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
@@ -168,7 +168,7 @@ def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, 
         vars(module).update({key: copies[id(x)] for key, x in vars(module).items() if id(x) in copies})
     text = model.config.get_text_config(decoder=True)
     before, parts = attention_name(text), [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    for part in [part for part in parts if part.config is text][-1:]:  # classes around it may be a user's
+    for part in [part for part in parts if part.config is text][-1:]:  # enclosing classes may be a user's
         part.set_attn_implementation({"": name})
     for module_name, module in (attending or {}).items():
         if attention_name(module.config) != name:
@@ -184,7 +184,7 @@ def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, 
 def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of the unpatched model.
 
-    "eager" attention is a function in the file of each model.
+    For "eager", call the function in the model's own file.
     """
     files = [sys.modules[cls.__module__] for cls in type(module).__mro__]
     eager: Any = next((getattr(file, EAGER) for file in files if hasattr(file, EAGER)), None)
@@ -194,9 +194,8 @@ def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Ten
 
 
 class _With:
-    """A module or a config with another value of some attributes, for flash attention, which reads its kernel's name.
-
-    The object itself keeps them, since other threads may read them at the same time.
+    """A view of a module or a config with some attributes changed, for flash attention, which reads its kernel's name.
+    The object itself stays unchanged, since other threads may read it at the same time.
     """
 
     def __init__(self, original: Any, **changed: Any) -> None:
@@ -212,7 +211,7 @@ class _With:
 def heads_around(model: nn.Module) -> list[nn.Module]:
     """Return the modules around the base model that users call.
 
-    peft's is one of them, since peft may call the forward of the model inside without that model's hooks.
+    This includes peft's, since peft may call the forward of the inner model without that model's hooks.
     """
     inner = unwrapped(model)
     modules = [module for module in model.modules() if _is_of_peft(module)]
@@ -237,9 +236,8 @@ LIBRARIES = ("transformers", "liger_kernel", "trl", "peft", "accelerate", "torch
 
 
 def is_plain_head(module: Any) -> bool:
-    """Return whether a module around the base model computes token losses of a causal language model, and nothing more.
-
-    Those of libraries do. Others (heads of other kinds, a user's own forwards, adapters with a penalty) may compute any
+    """Return whether a module around the base model computes only the token losses of a causal language model. Those
+    from libraries do. Others (heads of other kinds, a user's own forwards, adapters with a penalty) may compute any
     loss from the base model's outputs.
     """
     if _is_of_peft(module):  # a tuner's forward may add to the loss
@@ -251,13 +249,13 @@ def is_plain_head(module: Any) -> bool:
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Return whether a model is a causal language model of transformers, or of a class that extends one."""
+    """Return whether a model's class is, or extends, a causal language model of transformers."""
     names = [cls.__name__ for cls in type(model).__mro__]
     return any(name.endswith("ForCausalLM") or name in CAUSAL_LMS for name in names)
 
 
 def is_of_library(forward: Any) -> bool:
-    """Return whether a function or a class is of a library, and not of a user."""
+    """Return whether a function or a class comes from a library rather than from user code."""
     while isinstance(forward, functools.partial):
         forward = forward.func
     return (getattr(inspect.unwrap(forward), "__module__", None) or "").partition(".")[0] in LIBRARIES
@@ -267,6 +265,6 @@ def is_of_liger(forward: Callable[..., Any]) -> bool:
     """Return whether a forward is Liger's: of a class that Liger wrote, or set on a module by Liger.
 
     Liger's norms, activations and RoPE treat tokens independently, so a rank's local tokens are enough. Its fused loss
-    takes shift_labels and num_items_in_batch, and makes no whole logits: it replaces our loss tiles.
+    takes shift_labels and num_items_in_batch and never makes the whole logits, so it replaces our loss tiles.
     """
     return getattr(forward, "__module__", "").startswith("liger_kernel.")

@@ -1,10 +1,10 @@
-"""Attention modules that run as they are, on a rank's tokens, as if these went on with a cache of all tokens before.
+"""Run unmodified attention modules on a rank's tokens, as if these continued from a cache of all earlier tokens.
 
-Modules with an index, or with attention of their own, ask a cache for what a token needs of earlier ones. So a patched
-one gets a cache of ours. It runs twice on each piece of a rank's tokens. In the first run, in which a piece sees itself
-alone, the cache takes the module's keys. All ranks then gather them. In the second run the cache returns those of the
-piece's document, up to its last token. A piece has few rows, and its second run is computed again in backward, so that
-memory is that of rows times tokens.
+Modules with an index, or with their own attention, read from a cache what a token needs of earlier tokens. So a patched
+module gets our cache. It runs twice on each piece of a rank's tokens. In the first run the piece sees only itself, and
+the cache takes the module's keys. All ranks then gather them. In the second run the cache returns the keys of the
+piece's document, up to the piece's last token. A piece has few rows, and its second run is recomputed in backward, so
+memory grows with rows times tokens.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .families import name_before
 from .graph_breaks import between_graphs
 from .module_patch import is_overridden, override, patched
 
-CACHES = ("past_key_values", "layer_past")  # names of the argument that a cache is given by
-BY_KEY, PER_HEAD = "alibi", "position_bias"  # names of arguments that have no dim of queries
+CACHES = ("past_key_values", "layer_past")  # names of the cache argument
+BY_KEY, PER_HEAD = "alibi", "position_bias"  # names of arguments without a query dim
 WHOLE = BY_KEY, PER_HEAD
 SHARED = "shared_kv_states"  # the name of an argument by which layers share keys
-KEYS = "keys"  # what keys and values are called that a module gave its cache
-CONVOLUTION = "convolution "  # of whose outputs keys may be made
+KEYS = "keys"  # the name of the keys and values that a module gave its cache
+CONVOLUTION = "convolution "  # the name of a convolution from whose outputs keys may be made
 POOLS = "compress_ratio"  # an attribute of an indexer that rotates what it has made of several keys, by their positions
-LAYER = "a layer that gathers keys"  # in errors
+LAYER = "a layer that gathers keys"  # for error messages
 NUMBERS = ("position_ids", "prev_topk_indices")  # names of arguments that number keys
 ROWS = 256  # tokens that a module computes at a time
 
@@ -54,12 +54,12 @@ Taken = dict[tuple[str, int], Tensor]  # (what a module gave its cache, which of
 
 
 class Kept(Protocol):
-    """What is kept of some rows on this rank.
+    """What this rank keeps of some rows.
 
     Attributes:
-        tokens: How many tokens there are, with the new ones.
-        first: The first token that is kept of what a module gave; 0 if it is not there.
-        entries: By name, what the module has compressed tokens into (B, entries, ...).
+        tokens: The number of tokens, including the new ones.
+        first: The first token whose values from the module are kept; 0 if there are none.
+        entries: By name, the entries into which the module has compressed tokens (B, entries, ...).
     """
 
     tokens: int
@@ -67,7 +67,7 @@ class Kept(Protocol):
     entries: dict[str, Tensor]
 
     def store(self, new: Taken) -> Taken:
-        """Keep what the module gave of new tokens. Return all that is kept of this."""
+        """Keep what the module gave for new tokens, and return everything of this kind that is kept."""
         ...
 
     def store_entries(self, entries: Mapping[str, Tensor]) -> None:
@@ -76,19 +76,19 @@ class Kept(Protocol):
 
 
 class GatheredPast:
-    """What a module sees as its cache, and as each layer of it.
+    """The object that a module sees as its cache, and as each layer of it.
 
     Args:
         module: The module.
-        piece: Whose tokens it runs on.
-        gathered: (what was taken, which of its tensors) -> that of all tokens (B, tokens, ...).
-        is_alone: Whether the piece sees itself alone, but for what was gathered.
-        kept: What is kept of earlier forwards; None: nothing.
-        stores: Whether to keep what is taken, in a decode step, in which nothing is gathered.
+        piece: The piece whose tokens it runs on.
+        gathered: (what was taken, index of its tensor) -> the tensor of all tokens (B, tokens, ...).
+        is_alone: Whether the piece sees only itself, apart from what was gathered.
+        kept: What is kept from earlier forwards; None: nothing.
+        stores: Whether to keep what is taken; for a decode step, in which nothing is gathered.
 
     Attributes:
-        taken: As `gathered`, of the piece alone, in the order of the module's calls.
-        entries: By name, what the module has compressed tokens of the document into (B, entries, ...).
+        taken: As `gathered`, for the piece alone, in the order of the module's calls.
+        entries: By name, the entries into which the module has compressed the document's tokens (B, entries, ...).
     """
 
     is_compileable = False
@@ -109,7 +109,8 @@ class GatheredPast:
         self.keys: Tensor | None = None
 
     def _all(self, what: str, *xs: Tensor, axis: int = -2, start: int = 0) -> list[Tensor]:
-        """Return tensors (B, ..., tokens, ...) of the piece's document up to its last token, if they were gathered.
+        """If tensors (B, ..., tokens, ...) were gathered, return those of the piece's document up to the piece's last
+        token.
 
         Args:
             start: The first token that is needed.
@@ -150,9 +151,8 @@ class GatheredPast:
     update_index = update_indexer
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Return all complete windows. They are compressed again in each piece: ranks gather what they are made of.
-
-        Where entries are kept, only their last window is, on which the next entry depends.
+        """Return all complete windows. Each piece compresses them again, since ranks gather what they are made of. If
+        entries are kept, only their last window is kept, because the next entry depends on it.
         """
         rate = rate_of(self.module)
         known = None if self.kept is None else self.kept.entries.get(name)
@@ -195,7 +195,7 @@ class GatheredPast:
 
 
 class _OfPiece(UserDict):
-    """A dict by which layers share keys, of one run of one piece."""
+    """The dict through which layers share keys, for one run of one piece."""
 
     def __init__(self, shared: Any, run: str) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class _OfPiece(UserDict):
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """Return the name of the argument by which a module's forward takes a cache; None where it takes none."""
+    """Return the name of the cache argument of a module's forward; None if it takes no cache."""
     names = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHES if name in names), None)
 
@@ -222,13 +222,13 @@ def arguments(module: nn.Module, args: tuple, kwargs: Inputs) -> Inputs:
 
 
 def rate_of(module: nn.Module) -> int:
-    """Return how many tokens a module compresses into an entry; 0 where it compresses none."""
+    """Return how many tokens a module compresses into an entry; 0 if it compresses none."""
     rate: Any = next((m.compress_rate for m in module.modules() if hasattr(m, "compress_rate")), 0)
     return rate
 
 
 def takes_keys(modules: Iterable[nn.Module]) -> bool:
-    """Return whether modules take an argument that the model makes of all keys and a mask of two dims."""
+    """Return whether modules take an argument that the model makes from all keys and a 2-dim mask."""
     return any("alibi" in inspect.signature(type(module).forward).parameters for module in modules)
 
 
@@ -236,13 +236,13 @@ def takes_keys(modules: Iterable[nn.Module]) -> bool:
 
 
 class Pieces:
-    """One call of a module, to run it on pieces of the tokens.
+    """One call of a module, which can be run on pieces of the tokens.
 
     Args:
         module: The module.
-        window: Tokens that a query sees, by the module's mask; None: all before it.
+        window: The number of tokens that a query sees under the module's mask; None: all earlier ones.
         args: The positional arguments of the call.
-        kwargs: The others.
+        kwargs: The keyword arguments of the call.
     """
 
     def __init__(self, module: Any, window: int | None, args: tuple, kwargs: Inputs) -> None:
@@ -256,14 +256,14 @@ class Pieces:
         return getattr(self.module, "layer_idx", None) or 0
 
     def with_one_more(self) -> Pieces:
-        """Return the call with a further token, for ranks that run as often as others."""
+        """Return the call with one more token, for ranks that must run as often as the others."""
         more = copy.copy(self)
         more.tokens = self.tokens + 1
         more.inputs = {name: self._mapped(name, x, _extended) for name, x in self.inputs.items()}
         return more
 
     def of_rows(self, rows: slice) -> Pieces:
-        """Return the call of some rows of the batch."""
+        """Return the call for some rows of the batch."""
         count, some = self.inputs[self.states].shape[0], copy.copy(self)
 
         def cut(x: Any) -> Any:
@@ -286,8 +286,8 @@ class Pieces:
         Args:
             piece: The piece.
             run: The name of the run.
-            past: The cache; None: none.
-            is_alone: Whether the piece sees itself alone.
+            past: The cache; None: no cache.
+            is_alone: Whether the piece sees only itself.
         """
         kept = None if past is None else past.kept
         begin = piece.document if kept is None else max(piece.document, kept.first.get((KEYS, 0), 0))
@@ -312,14 +312,14 @@ class Pieces:
         return type(self.module).forward(self.module, **inputs)
 
     def _from_zero(self, name: str, x: Tensor) -> Tensor:
-        """Return numbers of keys for a piece that sees itself alone."""
+        """Return key numbers, counted from 0, for a piece that sees only itself."""
         if name != "position_ids":
             return torch.zeros_like(x)
         # they say which keys an index may pick, where they do not rotate
         return x - x[..., :1] if self.inputs.get("position_embeddings") is not None else x
 
     def _mask(self, given: Tensor, piece: Piece, keys: int) -> Tensor:
-        """Return the mask of a piece, as eager attention or sdpa gets one."""
+        """Return the mask of a piece in the form that eager attention or sdpa expects."""
         x = self.inputs[self.states]
         at = torch.arange(keys, device=x.device)
         distance = at[keys - piece.length :, None] - at
@@ -332,7 +332,7 @@ class Pieces:
         return low if given.is_floating_point() else low.to(given.dtype)
 
     def _mapped(self, name: str, x: Any, function: Callable[[Tensor, int], Tensor]) -> Any:
-        """Return an argument with a function on the tensors of the tokens, and on the axis of these."""
+        """Return an argument with a function applied to its per-token tensors and their token axis."""
         if isinstance(x, Mapping) and not isinstance(x, UserDict):
             return {key: self._mapped(name, value, function) for key, value in x.items()}
         if isinstance(x, tuple | list):
@@ -345,17 +345,17 @@ class Pieces:
 
 
 def _extended(x: Tensor, axis: int) -> Tensor:
-    """Return x with one more token, in the graph of the others."""
+    """Return x with one more token, which is connected to the same graph."""
     shape = [1 if i == axis else n for i, n in enumerate(x.shape)]
     return torch.cat([x, x.new_ones(shape) if x.is_floating_point() else x.new_zeros(shape)], axis)
 
 
 def joined(outputs: Sequence[Any], pieces: Sequence[Piece]) -> Any:
-    """Return what a module returned for pieces as for all of their tokens. Weights of attention are None."""
+    """Join a module's outputs for pieces into its output for all of their tokens. Attention weights are None."""
     if isinstance(outputs[0], tuple | list):
         return type(outputs[0])(joined(each, pieces) for each in zip(*outputs, strict=True))
     lengths = [piece.length for piece in pieces]
-    if not isinstance(outputs[0], Tensor) or outputs[0].dim() < 2:  # as a bias that the layer adds
+    if not isinstance(outputs[0], Tensor) or outputs[0].dim() < 2:  # such as a bias that the layer adds
         return outputs[0]
     if outputs[0].dim() != 3 or [x.shape[1] for x in outputs] != lengths:
         return None
@@ -374,12 +374,12 @@ Gather = Callable[[list[Tensor]], list[Tensor]]
 
 
 def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0, kept: Kept | None = None) -> Any:
-    """Run a module on pieces of this rank's tokens, as if each went on with a cache.
+    """Run a module on pieces of this rank's tokens, as if each continued from a cache.
 
     Args:
         call: The call.
-        pieces: All of the rank's, in order.
-        gather: Returns tensors of all tokens, of those of the rank's (B, local tokens, ...).
+        pieces: All pieces of the rank, in order.
+        gather: Gathers tensors of the rank's tokens (B, local tokens, ...) into tensors of all tokens.
         count: How many pieces other ranks have. ZeRO-3 gathers parameters in each run, so ranks run equally often.
         kept: Keeps what was gathered; None: nothing is kept.
     """
@@ -426,7 +426,7 @@ def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int 
 
 
 def in_step(call: Pieces, kept: Kept) -> Any:
-    """Run a module on one token, behind what is kept."""
+    """Run a module on one token, after the tokens that are kept."""
     piece = Piece(0, 1, kept.tokens - 1, 0)
     past = GatheredPast(call.module, piece, {}, False, kept, stores=True)
     output = joined([call.run(piece, "step", past, False)], [piece])
@@ -435,11 +435,11 @@ def in_step(call: Pieces, kept: Kept) -> Any:
 
 
 def of_all_rows(outputs: Sequence[Any], fill: int | None = None) -> Any:
-    """Return what a module returned for rows as for the batch of them.
+    """Join a module's outputs for rows into its output for the batch.
 
     Args:
-        outputs: Of the rows, in order.
-        fill: What rows with fewer indices have in place of more; None: an index again.
+        outputs: The outputs of the rows, in order.
+        fill: What pads rows that have fewer indices; None: their last index, repeated.
     """
     first = outputs[0]
     if isinstance(first, tuple | list):
@@ -450,15 +450,15 @@ def of_all_rows(outputs: Sequence[Any], fill: int | None = None) -> Any:
 
 
 def _as_wide(outputs: Sequence[Tensor], fill: int | None = None) -> list[Tensor]:
-    """Return outputs (B, s, W) of the same width. Those of indices have fewer where there are fewer tokens."""
+    """Return outputs (B, s, W) padded to the same width. Index outputs are narrower if there are fewer tokens."""
     widest = max(x.shape[2] for x in outputs)
     fills = [x[..., -1:] if fill is None else x.new_full((*x.shape[:2], 1), fill) for x in outputs]
     return [torch.cat([x, y.expand(-1, -1, widest - x.shape[2])], 2) for x, y in zip(outputs, fills, strict=True)]
 
 
 def at_once(call: Pieces, pieces: Sequence[Piece], gather: Gather, keep: sparse.Keep | None = None) -> Any:
-    """Run a module that `sparse` can on all of this rank's tokens. The arguments are those of `in_pieces`, and `keep`
-    of `sparse.Selection`."""
+    """Run a module that `sparse` supports on all of this rank's tokens. For the arguments see `in_pieces`, and for
+    `keep` `sparse.Selection`."""
     output = selected(
         call if pieces else call.with_one_more(),
         sparse.Selection(pieces or [Piece(0, 1, 0, 0)], gather, call.tokens, keep),
@@ -467,12 +467,12 @@ def at_once(call: Pieces, pieces: Sequence[Piece], gather: Gather, keep: sparse.
 
 
 def selected(call: Pieces, selection: sparse.Selection) -> Any:
-    """Run a module that `sparse` can with a selection."""
+    """Run a module that `sparse` supports, with a selection."""
     return sparse.run(call.module, {**call.inputs, "attention_mask": selection, call.cache: selection})
 
 
 def _empty(output: Any) -> Any:
-    """Return what a module returned without its tokens."""
+    """Return a module's output, cut to no tokens."""
     if isinstance(output, tuple | list):
         return type(output)(map(_empty, output))
     return output[:, :0] if isinstance(output, Tensor) else output
@@ -508,7 +508,7 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
 
 
 def gather_agreed(sp: SequenceParallel, peers: Runtime, xs: list[Tensor], segments: Segments) -> list[Tensor]:
-    """Gather tensors as `operators.gathered` does, once ranks have agreed that all of them will."""
+    """Gather tensors as `operators.gathered` does, after ranks have agreed that all of them will gather."""
     alike = [(str(x.dtype), tuple(x.shape[2:]), x.requires_grad) for x in xs]
     sp.checker.check_deferred(NAME, {"tensors": alike}, call=LAYER)
     return gather(peers, xs, segments)
@@ -516,14 +516,15 @@ def gather_agreed(sp: SequenceParallel, peers: Runtime, xs: list[Tensor], segmen
 
 @contextlib.contextmanager
 def _telling(sp: SequenceParallel, module: nn.Module) -> Iterator[None]:
-    """Context manager of a module's run in forward, whose errors are raised on all ranks: they would wait for keys."""
+    """Context manager for a module's run in forward. Errors are raised on all ranks, which would otherwise wait for
+    keys."""
     error, is_forward = None, graph_task() < 0
     try:
         yield
     except SeqParError:
         raise
     except Exception as reason:
-        if not is_forward:  # which may be a checkpoint that stops early
+        if not is_forward:  # this may be a checkpoint that stops early
             raise
         error = as_seqpar_error(f"{type(module).__name__}, a layer that gathers keys, failed", reason)
     if is_forward:
@@ -531,7 +532,7 @@ def _telling(sp: SequenceParallel, module: nn.Module) -> Iterator[None]:
 
 
 def check(modules: Iterable[nn.Module]) -> None:
-    """Raise ConfigError for modules that do not run the forward of their class, or not by masks that can be made."""
+    """Raise ConfigError for modules that do not run their class's forward, or whose masks cannot be made."""
     for module in modules:
         if "forward" in vars(module) and not is_overridden(module, "forward"):
             raise ConfigError(
@@ -552,12 +553,12 @@ def check(modules: Iterable[nn.Module]) -> None:
 
 
 def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
-    """Let an attention module run on a rank's pieces, in forwards that are not local.
+    """Make an attention module run on a rank's pieces in forwards that are not local.
 
     Args:
         module: The module.
-        sp: Whose ranks share sequences.
-        window: The length of the window of its mask; None without.
+        sp: The SequenceParallel whose ranks share sequences.
+        window: The window length of its mask; None if it has no window.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -574,7 +575,7 @@ def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
 
 
 def keep_config(module: Any, name: str | None = None) -> None:
-    """Give a module, and those inside, a config that names its own attention, or `name`, until `restore`."""
+    """Give a module and its submodules a config that names its own attention, or `name`, until `restore`."""
     for inner in module.modules():
         if (config := vars(inner).get("config")) is None:
             continue

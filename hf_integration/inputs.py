@@ -11,7 +11,7 @@ from ds_seqpar.data.value_checks import INTEGERS
 
 
 def _of_own_tokens(features: list[Tensor], batch: Mapping[str, Any], held: Tensor) -> list[Tensor]:
-    """Return the rows of features, each (tokens of media, width), of the tokens of media that this rank has."""
+    """Return the rows of features, each (media tokens, width), for the media tokens on this rank."""
     is_media = batch["visual_pos_masks"].flatten()
     numbers, held = is_media.long().cumsum(0) - 1, held.to(is_media.device)
     mine = numbers[held[is_media[held]]]
@@ -28,7 +28,7 @@ MEDIA = [
     "input_features_mask", "feature_attention_mask", "audio", "audio_values", "audio_embeds", "audio_features",
     "audio_attention_mask", "audio_feature_lengths", "audio_codes", "input_values", "mm_encoder_outputs",
 ]  # fmt: skip
-TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # what tells tokens of media from text
+TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # what distinguishes media tokens from text
 TABLE = joined(
     INPUTS,
     dict.fromkeys((*TYPES, "per_layer_inputs", "ple_input_ids", "visual_pos_masks", POSITIONS), tokens()),
@@ -47,17 +47,17 @@ TABLE = joined(
 
 
 def with_axes(table: Mapping[str, InputSpec], inputs: Mapping[str, Any]) -> Mapping[str, InputSpec]:
-    """Return how ranks share arguments, of which positions may have several axes."""
+    """Return how ranks share arguments, given that positions may have several axes."""
     return table if POSITIONS not in inputs else {**table, POSITIONS: tokens(inputs[POSITIONS].dim() - 1)}
 
 
 def by_row(inputs: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
-    """Return what ranks compare of the values of large inputs."""
+    """Return what ranks compare for large inputs, row by row."""
     found = {name: inputs.get(name) for name in names}
     is_large = {name: x for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1}
     return {f"{name} by row": _sums_of_bits(x) for name, x in is_large.items()}
 
 
 def _sums_of_bits(x: Tensor) -> Tensor:
-    """Return for each row of a tensor the sum of its numbers' bits, in one pass over pictures and without a copy."""
+    """Return the sum of the bits of each row's numbers, in one pass over the pictures and without a copy."""
     return x.detach().view(INTEGERS[x.dtype.itemsize]).flatten(1).sum(1, dtype=torch.int64)

@@ -1,8 +1,7 @@
-"""Latent attention (MLA) of transformers' models: a patched layer hands its latent to attention, still compressed.
-
-These layers make keys and values by their method `expand_kv(kv_nope, k_rot)`. A patched one has a method of its own in
-its place, which returns the latent and the matrix that expands it. The matrix is what the class's method makes of unit
-vectors. So LoRA is in it, ZeRO-3 gathers the layer's weight, and gradients reach it through the layer's own modules.
+"""Latent attention (MLA) of transformers models: a patched layer passes its latent to attention, still compressed.
+These layers make keys and values in their method `expand_kv(kv_nope, k_rot)`. A patched layer has a replacement, which
+returns the latent and the matrix that expands it. The matrix is what the class's method makes of unit vectors. So it
+includes LoRA, ZeRO-3 gathers the layer's weight, and gradients reach the weight through the layer's own modules.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
 
 
 def use_latent(module: Any) -> None:
-    """Make the sharded forwards of an attention module send its latent, where it has one and the settings say so."""
+    """Make an attention module send its latent in sharded forwards, if it has one and the settings enable this."""
     if hasattr(type(module), EXPAND) and hasattr(module, PROJECTION):
         override(module, EXPAND, types.MethodType(_expand_kv, module))
 
 
 def _expand_kv(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values; or (latent (B, s, R), matrix (H, R, D + Dv)), of three dims, for attention to expand."""
+    """Return keys and values, or the 3-dim (latent (B, s, R), matrix (H, R, D + Dv)) for attention to expand."""
     if torch.compiler.is_compiling() and patched(module).sp.config.latent_attention != "latent":
-        return type(module).expand_kv(module, kv_nope, k_rot)  # a graph does not know what forward it is in
+        return type(module).expand_kv(module, kv_nope, k_rot)  # a graph cannot tell in which forward it runs
     return _latent(module, kv_nope, k_rot)
 
 
@@ -58,15 +57,15 @@ def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
 
 
 def matrix_of(module: Any, kv_nope: Tensor, k_rot: Tensor) -> Tensor:
-    """Return the matrix (H, R, D + Dv) by which a module expands latents like these."""
+    """Return the matrix (H, R, D + Dv) with which a module expands latents like these."""
     widths = kv_nope.shape[-1], k_rot.shape[-1]
     units = torch.eye(sum(widths), dtype=kv_nope.dtype, device=kv_nope.device)[None, None]
     return torch.cat(type(module).expand_kv(module, *units.split(widths, dim=-1)), dim=-1).squeeze(0)
 
 
 def is_linear(module: Any, is_needed: bool = False) -> bool:
-    """Return whether the projection of the latent is what it makes of unit vectors. Raise ConfigError where it is not
-    and must be."""
+    """Return whether the projection of the latent is linear, that is, given by its results for unit vectors. Raise
+    ConfigError if it must be linear and is not."""
     projection = getattr(module, PROJECTION)
     inner = projection.base_layer if is_plain_lora(projection) else projection
     linear = type(inner).forward is nn.Linear.forward and inner.bias is None

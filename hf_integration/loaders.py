@@ -1,4 +1,4 @@
-"""accelerate's loaders, distributed to groups in place of ranks: for the Trainer, and for loops with an Accelerator.
+"""accelerate's loaders, distributed to groups instead of ranks, for the Trainer and for loops with an Accelerator.
 
 Iterable data sets have no sampler to distribute to groups: each group reads all examples and takes its share.
 """
@@ -23,12 +23,12 @@ from . import compat
 class Stream(IterableDataset):
     """Wrap an iterable data set, so that accelerate distributes it to groups example by example.
 
-    accelerate would distribute a streaming data set of `datasets` file by file: groups would take unequal numbers of
-    steps, on other sequences than the plain Trainer's. If wrapped, its examples are distributed in order, and the last
-    batches are filled up.
+    accelerate would distribute a streaming data set of `datasets` file by file. Groups would then take unequal numbers
+    of steps, and train on other sequences than the plain Trainer. A wrapped data set's examples are distributed in
+    order, and the last batches are filled up.
 
     Attributes:
-        seen: Examples that the last pass has read; from this follows which of the last examples are repetitions.
+        seen: The number of examples read in the last pass; it determines which of the last examples are repetitions.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -49,12 +49,12 @@ class Stream(IterableDataset):
 
 
 def examples_of(stream: Stream) -> int | None:
-    """Return the number of examples in a pass of the stream, or None if it has no length and workers have read it."""
+    """Return the number of examples in one pass of the stream; None if it has no length and was read by workers."""
     return stream.seen or (len(stream) if has_length(stream) else None)
 
 
 def stream_of(dataset: Any) -> Stream | None:
-    """Return the Stream in a data set that accelerate prepared, or None."""
+    """Return the Stream inside a data set that accelerate has prepared, or None."""
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
     return dataset if isinstance(dataset, Stream) else None
@@ -66,8 +66,8 @@ def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) ->
     `Accelerator.prepare` then leaves the loader unchanged. The ranks of a group get the same batches.
 
     Args:
-        loader: A loader of the whole data set, the same on every rank, or one with `sp.sampler`. A `StatefulDataLoader`
-            of torchdata stays one.
+        loader: A loader of the whole data set, the same on every rank, or a loader with `sp.sampler`. torchdata's
+        `StatefulDataLoader` keeps its type.
         sp: The `SequenceParallel` of the model.
         **settings: Further arguments of `accelerate.data_loader.prepare_data_loader`. Batches are moved to `sp.device`;
             `put_on_device=False` leaves them, since whole sequences need not be on a device.
@@ -76,7 +76,7 @@ def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) ->
         The prepared loader.
 
     Raises:
-        ConfigError: If the loader has a sampler for ranks, not for groups.
+        ConfigError: If the loader's sampler divides data among ranks instead of groups.
 
     Examples:
         ```python
@@ -97,7 +97,7 @@ def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) ->
         **{
             "device": sp.device,
             "put_on_device": True,
-            "dispatch_batches": False,  # otherwise the first rank would send every rank another part of a batch
+            "dispatch_batches": False,  # otherwise the first rank would send each rank a different part of a batch
             "rng_types": ["generator"],
             "use_stateful_dataloader": hasattr(loader, "state_dict"),
             **settings,

@@ -1,8 +1,7 @@
-"""Mixers of transformers' models: modules with a gated delta rule, Mamba-2, lightning attention or a convolution.
-
-A mixer calls functions of its file by global names. In a patched model it runs the forward of its class with others
-under these names, which give the call to an `Engine` instead: its functions run the file's own on some of the tokens.
-So whatever kernels are installed are used, projections and norms stay as they are, and no file changes.
+"""Mixers of transformers models: modules with a gated delta rule, Mamba-2, lightning attention or a convolution. A
+mixer calls functions of its file by global names. In a patched model its class's forward runs with other functions
+under these names. They pass the call to an `Engine`, which runs the file's own functions on some of the tokens. So any
+installed kernels are used, projections and norms stay unchanged, and no file is modified.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from .module_patch import is_overridden, override
 from .rebinding import globals_read, rebound
 
 PLAIN = "sequence_parallel_without_kernels"  # an attribute of the mixers of a small copy
-ALIGNED = 8  # elements, of which causal-conv1d wants multiples as strides of tokens and rows
+ALIGNED = 8  # causal-conv1d requires token and row strides that are multiples of this number of elements
 CHUNK = 8  # tokens that torch's functions compute at a time in a small copy
 
 
 class Engine(Protocol):
-    """What runs the layers of a mixer over sequences."""
+    """Runs the layers of a mixer over sequences."""
 
     def recurrence(self, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell) -> Any:
         """Run a layer with a state, as `ds_seqpar.operators.recurrence.recurrence` does."""
@@ -48,7 +47,7 @@ class Engine(Protocol):
         """Run a causal convolution, as `ds_seqpar.operators.recurrence.causal_conv` does."""
 
 
-# from the keywords of a call; None: the call is to be as it was
+# the engine for the keywords of a call; None: the call stays unchanged
 EngineOf = Callable[[dict[str, Any]], Engine | None]
 
 
@@ -90,7 +89,7 @@ def _mamba2(
         return _decayed(out, state.mT, readout, dt * rates)
 
     settings = {"return_final_states": True}
-    # not in the function, where the dt of padding is 0
+    # not inside the function, where the dt of padding is 0
     dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     cell = Cell(B.shape[-1], x.shape[-1], decays=True)
@@ -99,12 +98,12 @@ def _mamba2(
 
 def _decayed(out: Tensor, state: Tensor, readout: Tensor, log_decay: Tensor) -> Rows:
     """Return the rows of a state that decays; readout: (N, L, groups, K), log_decay: (N, L, H)."""
-    decay = log_decay.to(sum_dtype(log_decay.dtype)).cumsum(1).exp()  # a sum in bf16 grows no more after 256 tokens
+    decay = log_decay.to(sum_dtype(log_decay.dtype)).cumsum(1).exp()  # a sum in bf16 stops growing after 256 tokens
     return Rows(out, state, readout, decay[:, -1, :, None, None], decay)
 
 
 def _fused(engine: Engine, original: Callable, *args: Any, **kwargs: Any) -> None:
-    """Return None, with which a Mamba-2 mixer goes on in steps."""
+    """Return None, which makes a Mamba-2 mixer continue in separate steps."""
 
 
 # functions of transformers' files, by what runs them in parts
@@ -115,20 +114,20 @@ SEAMS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _mamba2,
     "mamba2_split_conv1d_scan_combined": _fused,
 }
-# functions of Mamba-1, whose layers have a state of their own for each channel
+# functions of Mamba-1, whose layers have a separate state for each channel
 UNKNOWN = {"mamba_selective_scan", "mamba_inner_fn"}
 # attributes of a module with lightning attention, whose forward calls no function for it
 LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether a module has a layer that an `Engine` can run, and runs its class's own forward."""
+    """Return whether a module has a layer that an `Engine` can run, and uses its class's own forward."""
     is_own = "forward" not in vars(module) or hasattr(module, PLAIN) or is_overridden(module, "forward")
     return is_own and (bool(_seams(module)) or _is_lightning(module))
 
 
 def use_torch(model: nn.Module) -> None:
-    """Let a small copy compute without the kernels that are installed, which want devices and dtypes of their own."""
+    """Make a small copy compute without installed kernels, which require specific devices and dtypes."""
     for module in model.modules():
         if is_mixer(module):
             setattr(module, PLAIN, True)
@@ -136,7 +135,7 @@ def use_torch(model: nn.Module) -> None:
 
 
 def _in_torch(function: Callable) -> Callable:
-    """Return transformers' own function, in short chunks, inside what may call a kernel instead."""
+    """Return transformers' own function, with short chunks, from inside a function that may call a kernel instead."""
     function = inspect.unwrap(function)
     chunk = inspect.signature(function).parameters.get("chunk_size")
     has_default = chunk is not None and chunk.default is not chunk.empty
@@ -144,7 +143,7 @@ def _in_torch(function: Callable) -> Callable:
 
 
 def with_engine(module: nn.Module, engine_of: EngineOf) -> Callable[..., Any]:
-    """Return the forward of a mixer, as a method, that leaves its layers to an `Engine`."""
+    """Return a mixer's forward, as a method, with its layers delegated to an `Engine`."""
     forward = type(module).forward
     if _is_lightning(module):
         return types.MethodType(functools.partial(_lightning, inspect.unwrap(forward), engine_of), module)
@@ -173,7 +172,8 @@ def _called(run: Callable, original: Callable, engine_of: EngineOf, *args: Any, 
 def _lightning(
     forward: Callable, engine_of: EngineOf, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a module with lightning attention. Its forward computes the product too, for a module that has no more."""
+    """Run a module with lightning attention. The product comes from its own forward, on a stand-in with nothing
+    else."""
     engine = engine_of(kwargs)
     if engine is None:
         return forward(module, hidden_states, *args, **kwargs)
@@ -207,7 +207,7 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Shared:
-    """Runs layers over the sequence that ranks share."""
+    """Runs layers over a sequence that ranks share."""
 
     runtime: Runtime
     layout: BatchLayout | None
@@ -232,7 +232,7 @@ class _Shared:
 
 
 def check(modules: Iterable[nn.Module]) -> None:
-    """Raise ConfigError where what a look found in a small copy is no mixer in the model itself."""
+    """Raise ConfigError if a mixer that a look found in the small copy is not a mixer in the model itself."""
     for module in modules:
         if not is_mixer(module):
             raise ConfigError(
@@ -242,7 +242,7 @@ def check(modules: Iterable[nn.Module]) -> None:
 
 
 def share(module: nn.Module, sp: SequenceParallel) -> None:
-    """Let a mixer run over the sequences that ranks share, in forwards that are not local."""
+    """Make a mixer run over the sequences that ranks share, in forwards that are not local."""
 
     def engine_of(keywords: dict[str, Any]) -> Engine | None:
         context: ForwardContext | None = keywords.get(KEYWORD) or between_graphs(current)()

@@ -1,6 +1,5 @@
-"""What a patch has put on a module, in one attribute of it, and how all of that is taken away again.
-
-A copy of the module has a copy of it, so a copied model is patched, and restored, by itself.
+"""What a patch has added to a module, kept in one attribute, and how to remove it all. A copy of the module has its own
+copy of this attribute, so a copied model is patched, and restored, independently.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ ATTRIBUTE = "_sequence_parallel"
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ModulePatch:
-    """What a patch has put on one module."""
+    """What a patch has added to one module."""
 
-    sp: Any = None  # the SequenceParallel, of modules that attend
-    mask: Any = None  # their Mask
+    sp: Any = None  # for modules that attend: the SequenceParallel
+    mask: Any = None  # for modules that attend: their Mask
     chunk: int | None = None  # the length of the chunks of a document that see only themselves
     # of a module with an index: those of the model that run on all of a rank's tokens at once, where all of them can
     selecting: list[nn.Module] = dataclasses.field(default_factory=list)
-    head_chunks: int = 1  # of the module of which this one is a copy that has one of them
-    model: Any = None  # of a base model: the Patch of its model
-    base: str | None = None  # of a model: the name of the module that heads call, where that is not its base model
+    head_chunks: int = 1  # if this is a copy with one head chunk: their number
+    model: Any = None  # for a base model: the Patch of its model
+    base: str | None = None  # for a model: the name of the module that heads call, if it is not the base model
     # name of an attribute -> (what it was replaced by, {} or {name: what it was})
     replaced: dict[str, tuple[Any, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     hooks: list[RemovableHandle] = dataclasses.field(default_factory=list)
 
 
 def patch_on(module: nn.Module) -> ModulePatch | None:
-    """Return what a patch has put on a module; None: nothing."""
+    """Return what a patch has added to a module; None if nothing."""
     return vars(module).get(ATTRIBUTE)
 
 
 def patched(module: nn.Module) -> ModulePatch:
-    """Return what a patch has put on a module, to put more on it."""
+    """Return what a patch has added to a module, so that more can be added."""
     return vars(module).setdefault(ATTRIBUTE, ModulePatch())
 
 
@@ -57,9 +56,8 @@ def override(module: nn.Module, name: str, value: Any) -> None:
 
 
 def override_forward(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Let function(forward, module, ...) compute a module's forward until `restore`, and `forward`, which it had, then.
-
-    So it may be wrapped by others, who keep it. It has the signature of `forward`.
+    """Make function(forward, module, ...) compute a module's forward until `restore`, and the previous `forward`
+    afterwards. So others may wrap and keep it. It has the signature of `forward`.
     """
     own = vars(module).get("forward")
     forward = type(module).forward if own is None else own.__func__
@@ -72,13 +70,13 @@ def override_forward(module: nn.Module, function: Callable[..., Any]) -> None:
 
 
 def is_overridden(module: nn.Module, name: str) -> bool:
-    """Return whether an attribute of a module is what `override` has set."""
+    """Return whether an attribute of a module is still the one that `override` set."""
     own = patch_on(module)
     return own is not None and name in own.replaced and vars(module).get(name) is own.replaced[name][0]
 
 
 def restore(*models: nn.Module) -> None:
-    """Take away what a patch has put on all modules of some models."""
+    """Remove what a patch has added to all modules of some models."""
     for module in dict.fromkeys(module for model in models for module in model.modules()):
         if (own := patch_on(module)) is None:
             continue

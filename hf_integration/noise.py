@@ -1,4 +1,5 @@
-"""Noise in training: a rank draws its own for its tokens, and ranks of a sequence draw the same for whole tensors."""
+"""Noise in training: each rank draws its own for its tokens; the ranks of a sequence draw the same for whole
+tensors."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from ds_seqpar.guards.mismatch_hints import RANDOM
 
 from .compat import NEFTUNE
 
-NUMBERS = re.compile(r".*(drop|jitter|noise).*")  # names of numbers that make noise
+NUMBERS = re.compile(r".*(drop|jitter|noise).*")  # names of numbers that set noise
 
 
 class OwnNoise:
-    """Noise of one forward over this rank's tokens, until `end`.
+    """The noise of one forward over this rank's tokens, until `end`.
 
     Args:
         sp: The SequenceParallel of the model. One rank draws as a plain model does.
         model: The model.
-        tokens: This rank's tokens of a row.
+        tokens: The number of this rank's tokens of a row.
         layout: The batch's layout; None: sequences are shared equally.
     """
 
@@ -34,11 +35,11 @@ class OwnNoise:
         self.stream = own_stream(sp) if sp.size > 1 else None
         self.neftune = {module: vars(module)[NEFTUNE] for module in model.modules() if NEFTUNE in vars(module)}
         length = tokens * sp.size if layout is None else layout.tokens // (layout.rows or 1)
-        for module, alpha in self.neftune.items():  # which the hook divides by the root of this rank's tokens
+        for module, alpha in self.neftune.items():  # the hook divides it by the root of this rank's tokens
             setattr(module, NEFTUNE, alpha * (tokens / length) ** 0.5)
 
     def end(self) -> list[Tensor] | None:
-        """Go on with the shared stream, and return its state; None on one rank."""
+        """Return to the shared stream, and return its state; None on one rank."""
         for module, alpha in self.neftune.items():
             setattr(module, NEFTUNE, alpha)
         return None if self.stream is None else self.stream.end()
@@ -50,18 +51,18 @@ def own_stream(sp: SequenceParallel) -> OwnStream:
 
 
 def drawn_since(sp: SequenceParallel, states: list[Tensor]) -> dict[str, str]:
-    """Return what ranks compare of the random states with which they drew for whole tensors; {} if none has drawn."""
+    """Return what ranks compare of the random states from which they drew for whole tensors; {} if none has drawn."""
     drawn = not all(map(torch.equal, states, torch_states(sp.device)))
     return {RANDOM: str(seed_of(states))} if drawn else {}
 
 
 def noise_of(owner: object) -> dict[str, float]:
-    """Return the numbers of a config or a module that make noise in training, by their names."""
+    """Return the numbers of a config or a module that set noise in training, by name."""
     return {name: x for name, x in vars(owner).items() if type(x) is float and NUMBERS.fullmatch(name)}
 
 
 def noise_numbers(model: nn.Module) -> Counter[str]:
-    """Return the numbers above 0 by which a model makes noise in training, as NAME VALUE, and how many have each."""
+    """Return the numbers above 0 that set a model's noise in training, as NAME VALUE, with how often each occurs."""
     numbers: list[tuple[str, float]] = []
     for owner in (*configs_of(model), *model.modules()):
         numbers += noise_of(owner).items()
@@ -73,7 +74,7 @@ def noise_numbers(model: nn.Module) -> Counter[str]:
 
 
 def configs_of(model: nn.Module) -> Iterator[PreTrainedConfig]:
-    """Yield the config of a model, and the configs in it."""
+    """Yield the config of a model and its subconfigs."""
     configs = [model.config]
     for config in configs:
         if isinstance(config, PreTrainedConfig):

@@ -1,4 +1,4 @@
-"""Functions of other packages with other globals, so that no module of theirs is changed."""
+"""Copies of other packages' functions with different globals, so that the packages' modules stay unchanged."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def rebound(function: Any, names: dict[str, Any], breaks: str) -> Any:
     Args:
         function: A function of another package.
         names: The globals.
-        breaks: What does not work without them, for the error.
+        breaks: What does not work without them, for the error message.
 
     Raises:
-        ConfigError: The function does not read one of these names, as in another release, so that it would run as
-            before; or its decorator does not call it by a closure.
+        ConfigError: The function does not read one of these names, for example in another release, so the copy would
+        run as before; or its decorator does not call it through a closure.
     """
     inside, scope, closure = getattr(function, "__wrapped__", None), function.__globals__, function.__closure__
     place = f"{function.__module__}:{function.__qualname__}"
@@ -41,9 +41,8 @@ def rebound(function: Any, names: dict[str, Any], breaks: str) -> Any:
 
 
 def globals_read(function: Any) -> frozenset[str]:
-    """Return the names that a function reads as globals, those of functions inside of it too; {} for any other object.
-
-    A name that it reads of an object, as in `accelerator.gather`, is none of these.
+    """Return the names that a function and its inner functions read as globals; {} for any other object. An attribute
+    of an object, such as `accelerator.gather`, is not included.
     """
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return frozenset() if code is None else _globals_of(code)

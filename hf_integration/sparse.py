@@ -1,9 +1,8 @@
-"""Modules with latents and an index that run once on all of a rank's tokens, and attend to what their queries pick.
-
-The module's own code runs. Its cache and its mask are one object of ours, which gathers the latents and the index's
-keys. The index computes its scores by steps of its own with these keys. In their place it gets an object that keeps
-what it is multiplied by, and computes scores in blocks where the greatest are asked for. Last, the module calls our
-attention as it would a kernel, with the indices. In a decode step the same objects have a rank's part of what was kept.
+"""Modules with latents and an index that run once on all of a rank's tokens, and attend to what their queries select.
+The module's own code runs. Its cache and its mask are one object of ours, which gathers the latents and the index keys.
+The index computes its scores from these keys in several steps. In their place it gets an object that records what it is
+multiplied by, and computes scores in blocks when the greatest are requested. Finally the module calls our attention,
+with the indices, as it would call a kernel. In a decode step the same objects hold this rank's part of what was kept.
 """
 
 from __future__ import annotations
@@ -26,22 +25,23 @@ from ds_seqpar.operators.sparse import attention_to_kept, sparse_attention, top_
 from .compat import ATTENTION
 from .latent import EXPAND, PROJECTION, is_linear, matrix_of
 
-NAME = "ds_seqpar_sparse"  # of our attention function in transformers
-LATENT, INDEX = "latent", "index"  # what a selection gathers or keeps
+NAME = "ds_seqpar_sparse"  # the name of our attention function in transformers
+LATENT, INDEX = "latent", "index"  # the kinds of tensors that a selection gathers or keeps
 Keep = Callable[[str, Tensor], Tensor]
 
 
 class Selection:
-    """What a module sees as its cache and its mask.
+    """The object that a module sees as its cache and its mask.
 
     Args:
         pieces: The tokens that the module runs on.
         gather: Returns tensors of all tokens, of those of the rank's (B, local tokens, ...).
-        tokens: How many tokens the rank has: none where the module runs on one that is not there.
-        keep: (LATENT or INDEX, the rank's) -> those of all tokens, in a forward that keeps them; None: `gather` does.
+        tokens: The number of the rank's tokens: 0 if the module runs on one token that stands in for none.
+        keep: (LATENT or INDEX, the rank's tensor) -> that of all tokens, in a forward that keeps them; None: `gather`
+        is used.
     """
 
-    dtype = torch.bool  # of a mask
+    dtype = torch.bool  # the dtype of a mask
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Selection:
         return _Scores(self, self.keep(INDEX, keys[:, : self.tokens]))
 
     def seen(self, keys: Tensor) -> int:
-        """Return of how many tokens these are the keys."""
+        """Return the number of tokens to which these keys belong."""
         return keys.shape[1]
 
     def pick(self, q: Tensor, weights: Tensor, keys: Tensor, count: int, scale: float) -> Tensor:
@@ -79,13 +79,13 @@ class Selection:
 
 
 class StepSelection(Selection):
-    """The same in a decode step, in which a rank has the new token of each row, and a part of what was kept.
+    """A `Selection` for a decode step, in which a rank has the new token of each row and a part of what was kept.
 
     Args:
-        runtime: This rank's among all that share the sequence (`Runtime.one_ring`).
-        counts: How many tokens of each row the rank has; one number: as many of all rows.
-        position: That of the new token of the longest row.
-        keep: (LATENT or INDEX, the new tokens') -> this rank's.
+        runtime: This rank's runtime among all ranks that share the sequence (`Runtime.one_ring`).
+        counts: How many tokens of each row the rank has, or one number for all rows.
+        position: The position of the new token of the longest row.
+        keep: (LATENT or INDEX, the new tokens' tensor) -> this rank's.
     """
 
     def __init__(self, runtime: Runtime, counts: Sequence[int], position: int, keep: Keep) -> None:
@@ -103,7 +103,8 @@ class StepSelection(Selection):
 
 
 class _Scores:
-    """An index's keys, then its scores of heads, then their sums, in the steps in which a module computes them."""
+    """An index's keys, then its scores by head, then their sums, following the steps in which a module computes
+    them."""
 
     def __init__(self, selection: Selection, keys: Tensor) -> None:
         self.selection, self.keys, self.factors, self.scale = selection, keys, list[Tensor](), 1.0
@@ -112,7 +113,7 @@ class _Scores:
 
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        """Take what keys or scores are multiplied by, and leave ReLU to `top_keys`."""
+        """Record what keys or scores are multiplied by, and leave ReLU to `top_keys`."""
         if function is torch.matmul and isinstance(args[1], cls):
             args[1].factors.append(args[0])
             return args[1]
@@ -134,13 +135,13 @@ class _Scores:
 
 
 def selects(module: Any) -> bool:
-    """Return whether an attention module has latents and an index, or picks what a layer before it picks."""
+    """Return whether an attention module has latents and an index, or reuses the selection of an earlier layer."""
     has_index = getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False)
     return has_index and hasattr(type(module), EXPAND) and hasattr(module, PROJECTION)
 
 
 def can_run(modules: Sequence[nn.Module]) -> bool:
-    """Return whether all modules can: one picks what another has picked."""
+    """Return whether all modules can run in this way, since one reuses what another has selected."""
     return bool(modules) and all(is_linear(module) for module in modules)
 
 
@@ -153,7 +154,7 @@ def run(module: Any, inputs: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _configured(module: Any) -> Iterator[None]:
-    """Context manager in which a module hands its latents to our attention."""
+    """Context manager in which a module passes its latents to our attention."""
     own = vars(module)
     before = {name: own[name] for name in ("config", EXPAND) if name in own}
     config = copy.copy(module.config)
@@ -171,7 +172,7 @@ def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
 
 
 def _rejoined(a: Tensor, b: Tensor) -> Tensor:
-    """Return two tensors joined along their last dim, without a copy where they are neighboring parts of one."""
+    """Return two tensors joined along their last dim, without a copy if they are neighboring parts of one tensor."""
     end, storages = a.storage_offset() + a.shape[-1], {x.untyped_storage().data_ptr() for x in (a, b)}
     if a.requires_grad or a.stride() != b.stride() or b.storage_offset() != end or len(storages) > 1:
         return torch.cat([a, b], -1)
@@ -192,7 +193,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface, with a latent (B, T, R) and its matrix in place of keys and values.
 
-    The matrix is what autocast makes of weights, where RoPE mixes fp32 into queries and latents.
+    Queries and latents get the dtype of the matrix, since under autocast RoPE may mix fp32 into them.
     """
     q, latent = query.transpose(1, 2).to(value.dtype), key.to(value.dtype)
     return attention_mask.attend(q, latent, value, indices, scaling, s_aux), None

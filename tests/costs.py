@@ -1,9 +1,9 @@
-"""Where the processor time of a test run goes, by test file and by cause.
+"""The processor time of a test run, by test file and by cause.
 
     python -m tests.costs -m "not slow" -n 2 tests        # all of pytest's own options
 
-Ranks are forked from a server, so the shell's `time` does not count them; here each rank's time is read while it
-stands. As a pytest plugin (`-p tests.costs`, with TESTS_COSTS set to a folder) this module collects without the table.
+Ranks are forked from a server, so the shell's `time` does not count them. Here each rank's time is read while the rank
+exists. As a pytest plugin (`-p tests.costs`, with TESTS_COSTS set to a folder) this module collects without the table.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = "TESTS_COSTS"  # of the environment: where every process writes what it took
+FOLDER = "TESTS_COSTS"  # environment variable: the folder in which every process writes its costs
 CAUSES = {
     "imports": "what test workers import",
     "rank servers": "what servers of ranks import, and their part of forks",
@@ -32,12 +32,12 @@ CAUSES = {
 }
 TICK = os.sysconf("SC_CLK_TCK")
 
-found: dict[str, Counter] = {}  # test -> cause -> seconds, of this worker
-_inside = Counter()  # cause -> seconds in functions that are watched
+found: dict[str, Counter] = {}  # test -> cause -> seconds, for this worker
+_inside = Counter()  # cause -> seconds in watched functions
 
 
 def seconds_of(pid):
-    """Processor seconds of a process that stands, user and system."""
+    """The processor seconds of a running process, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICK
 
@@ -47,8 +47,8 @@ def add(test, cause, seconds):
 
 
 def rank_took(pid, phases, before=None):
-    """By `tests.launch`, of a rank after a test's call: its seconds up to now. phases: those until it ran, and until it
-    had a group. before: what this returned after the last call."""
+    """Called by `tests.launch` after a test's call, with a rank's seconds so far. phases: the seconds until it ran, and
+    until it had a group. before: what this function returned after the previous call."""
     started, together = phases
     if before is None:
         add(_now.test, "forks", started)
@@ -60,7 +60,7 @@ def rank_took(pid, phases, before=None):
 
 
 class _Now:
-    """The test that runs, and whether hypothesis draws its cases."""
+    """The current test, and whether hypothesis draws its cases."""
 
     test, draws = "(before and after)", False
 
@@ -69,7 +69,7 @@ _now = _Now()
 
 
 def _watch(owner, name, cause):
-    """Adds to `_inside` what calls of a function take, but for what it calls of the same kind."""
+    """Adds the time of a function's calls to `_inside`, except for inner calls of the same kind."""
     function, depth = getattr(owner, name), [0]
 
     def timed(*args, **kwargs):
@@ -144,7 +144,7 @@ def _children():
 
 
 def table(folder, tests=40):
-    """By cause, by file, and the dearest tests."""
+    """The costs by cause and by file, and the most expensive tests."""
     total, by_file, by_test = Counter(), {}, {}
     for path in Path(folder).glob("*.json"):
         for test, causes in json.loads(path.read_text()).items():
@@ -158,7 +158,7 @@ def table(folder, tests=40):
 
 
 def _rows(counts):
-    """Lines, the dearest first, with the causes that matter."""
+    """Lines, the most expensive first, with the causes that matter."""
     lines = []
     for name, causes in sorted(counts.items(), key=lambda item: -sum(item[1].values())):
         words = ", ".join(f"{cause} {seconds:.1f}" for cause, seconds in causes.most_common(3) if seconds >= 0.05)

@@ -1,8 +1,7 @@
-"""What a row sees in CUDA's attention operators, as their C++ computes it: blocks, skips and masks.
-
-Forward and backward are apart. Each function has the expressions of the lines that it names. `tests/sources.json` has
-copies of these, and `tests/unit/test_sources.py` compares them with the headers of the installed torch, and with other
-sources where it is given them. The results are matrices (rows, columns), not to be written to.
+"""What a row sees in CUDA's attention operators, as their C++ computes it: blocks, skips and masks. Forward and
+backward are separate. Each function has the expressions of the lines that it names. `tests/sources.json` has copies of
+these lines. `tests/unit/test_sources.py` compares them with the headers of the installed torch, and with other sources
+if they are given. The results are matrices (rows, columns) that must not be modified.
 """
 
 import functools
@@ -18,7 +17,7 @@ def _int16(x):
 
 
 def _divided(a, b):
-    """As in C++, towards 0."""
+    """Division as in C++, rounded towards 0."""
     return a // b if a >= 0 else -(-a // b)
 
 
@@ -27,7 +26,7 @@ def _ceil_div(a, b):
 
 
 def _distances(rows, columns):
-    """column - row of a block, both ranges."""
+    """column - row for a block, both given as ranges."""
     return torch.arange(columns.start, columns.stop) - torch.arange(rows.start, rows.stop)[:, None]
 
 
@@ -68,7 +67,7 @@ class EfficientBackward:
     """kernel_backward.h: the order of blocks, and which of them write dq.
 
     Args:
-        splits: num_splits_key; None for one a block of keys, as attention_backward.cu chooses in fp32.
+        splits: num_splits_key; None for one split per block of keys, as attention_backward.cu chooses in fp32.
     """
 
     def __init__(self, num_queries, num_keys, kind, window, blocks=(64, 64), splits=None):
@@ -114,7 +113,8 @@ class EfficientBackward:
         return self.smallest_query(next_key) + query_shift, next_key
 
     def writers(self, query_start):
-        """getNumParallelBlocksForQuery, 2306 to 2332: how many splits add to a block of dq. The last one writes it."""
+        """getNumParallelBlocksForQuery, 2306 to 2332: how many splits add to a block of dq. The last one writes the
+        block."""
         blocks = _int16(-(-self.num_keys // self.width))
         if self.kind != NONE:
             last_query = min(query_start + self.height, self.num_queries) - 1
@@ -206,14 +206,14 @@ def flash_forward(num_rows, num_columns, max_rows, max_columns, causal, left, ri
                 shown &= _limits(rows, columns, shift, left, right)
             elif is_causal and step < masked_steps:
                 shown &= _distances(rows, columns) <= shift
-            assert step < masked_steps or is_local or len(columns) == width  # else keys that are not there would count
+            assert step < masked_steps or is_local or len(columns) == width  # otherwise missing keys would count
     return sees
 
 
 @functools.lru_cache(maxsize=1024)
 def flash_backward(num_rows, num_columns, max_rows, max_columns, causal, left, right, blocks=(64, 128)):
-    """flash_bwd_kernel.h: 103 to 105 and 318 to 320 (blocks), 504 to 530 (which of them are masked), mask.h; a causal
-    mask is no other for a single row, since 426 of flash_api.cpp is not in its backward."""
+    """flash_bwd_kernel.h: 103 to 105 and 318 to 320 (blocks), 504 to 530 (which of them are masked), mask.h; a single
+    row has the same causal mask, since line 426 of flash_api.cpp is not in its backward."""
     is_causal, is_local, left, right = _flash_window(2, max_columns, causal, left, right)
     height, width = blocks
     shift, sees = num_columns - num_rows, torch.zeros(num_rows, num_columns, dtype=torch.bool)

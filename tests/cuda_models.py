@@ -1,9 +1,9 @@
 """Models of CUDA's attention operators, computed densely, on CPUs and in any dtype.
 
-Each has the signature, the layout and padding of the log-sum-exp, and the demands on its operands of the operator that
-it stands for, so that the wrappers of `ds_seqpar.kernels` run as they are. What a row sees is computed as in the
-operator's C++, forward and backward apart (`tests/cuda_masks.py`); cuDNN's source is not public. On fake tensors
-they check what can be seen there, and give results without values.
+Each has the signature of the operator that it replaces, the same layout and padding of the log-sum-exp, and the same
+requirements on its operands. So the wrappers of `ds_seqpar.kernels` run unchanged. What a row sees is computed as in
+the operator's C++, separately for forward and backward (`tests/cuda_masks.py`); cuDNN's source is not public. On fake
+tensors they check what is visible there, and return results without values.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from tests.cuda_masks import (
     flash_forward,
 )
 
-launches = Counter()  # of each operator, by the tests that look; and backward calls that were asked to repeat exactly
+launches = Counter()  # calls of each operator, for tests; and backward calls that must be deterministic
 STAND_INS = Path(__file__).with_name("stand_in") / "packages"
 WIDE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 class OnCpu:
-    """A wrapper for CPUs, and for the dtypes in which a model shows whether it is exact."""
+    """A wrapper for CPUs, with the dtypes in which a model can show that it is exact."""
 
     def reasons(self, spec):
         return []
@@ -75,7 +75,7 @@ MODELS = (FlashModel, EfficientModel, CudnnModel, FlashAttnModel, FlashAttn3Mode
 
 @contextlib.contextmanager
 def models():
-    """While it is entered the models can be chosen by name, and the operators that they call are there on CPUs."""
+    """Context manager in which the models can be chosen by name, and the operators that they call exist on CPUs."""
     library, kernels = torch.library.Library("aten", "IMPL"), [model() for model in MODELS]
     for name, function in OPERATORS.items():
         library.impl(name, function, "CPU")
@@ -90,14 +90,14 @@ def models():
 
 @contextlib.contextmanager
 def flash_attn():
-    """The models of flash-attention's packages are found as installed ones are."""
+    """Makes the models of flash-attention's packages discoverable like installed packages."""
     with packages(STAND_INS):
         yield
 
 
 @contextlib.contextmanager
 def packages(folder):
-    """flash-attention's packages are those in a folder."""
+    """Makes the packages in a folder stand for flash-attention's."""
     sys.path.insert(0, str(folder))
     _forget_packages()
     yield
@@ -123,7 +123,7 @@ def _scores(q, k, scale, softcap):
 
 
 def _forward(q, k, v, sees, scale, softcap):
-    """out (m, H, D) and lse (H, m); of a row without a key 0 and inf."""
+    """out (m, H, D) and lse (H, m); 0 and inf for a row without a key."""
     scores = _scores(q, k, scale, softcap).masked_fill(~sees, -torch.inf)
     lse = scores.logsumexp(-1)
     lse = torch.where(lse.isneginf(), torch.inf, lse)
@@ -149,7 +149,7 @@ def _backward(do, q, k, v, out, lse, sees, scale, softcap):
 
 
 def flash(q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right, scale, softcap=0.0, mask=flash_forward):
-    """(out, lse); lse (B, H, m), or (H, T) of several blocks. mask: of `cuda_masks`."""
+    """(out, lse); lse is (B, H, m), or (H, T) for several blocks. mask: a mask from `cuda_masks`."""
     launches["forward"] += 1
     _check_flash(q, k, v, (), mask is flash_3_forward)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -184,7 +184,7 @@ def flash_gradients(
 
 
 def _spans(q, k, cu_q, cu_k, max_q, max_k):
-    """(number in the batch, rows, columns) of each block; of several in one tensor the number is None."""
+    """(index in the batch, rows, columns) of each block; the index is None if several are in one tensor."""
     if cu_q is None:
         assert q.dim() == k.dim() == 4
         assert q.shape[0] == k.shape[0]
@@ -300,11 +300,11 @@ def _efficient_backward(
 
 
 def _as_read(out, dtype):
-    """kernel_backward.h: 272 and 684: where the kernel computes delta, in half precision, it takes rows to follow one
-    another; in fp32 attention_backward.cu does, and reads strides."""
+    """kernel_backward.h: 272 and 684: the kernel computes delta in half precision and assumes contiguous rows. In fp32
+    attention_backward.cu computes it, using strides."""
     if dtype.itemsize > 2 or out.is_contiguous():
         return out
-    assert not isinstance(out, FakeTensor)  # which has no values that would be wrong
+    assert not isinstance(out, FakeTensor)  # it has no values that could be wrong
     return out.as_strided(out.shape, (out.stride(0), out.shape[2] * out.shape[3], *out.stride()[2:]))
 
 
@@ -317,7 +317,7 @@ def _efficient_seen(mask, query, key, kind, window):
     rows, columns = query.shape[1], key.shape[1]
     assert kind in range(BOTTOM_RIGHT + 1)
     assert kind != TOP_LEFT or rows == columns
-    assert kind == 0 or rows <= columns  # the kernel compares a difference of both without a sign
+    assert kind == 0 or rows <= columns  # the kernel compares their unsigned difference
     assert window is None or (kind and window > 0)
     return None if isinstance(query, FakeTensor) else mask(rows, columns, kind, window or 0)
 
@@ -368,7 +368,8 @@ def _cudnn_backward(
 
 
 def _of_cudnn(causal, *tensors):
-    """The operands of shape (B, m, H, D), and after three of them what is seen: causal from the upper left corner."""
+    """The operands in shape (B, m, H, D), with what is seen after the first three: causal from the upper left
+    corner."""
     q, k, v, *more = (x.transpose(1, 2) for x in tensors)
     _check(q, (q, k, v, *more), multiple=8)
     rows, columns = q.shape[1], k.shape[1]

@@ -1,6 +1,5 @@
-"""Tensors of a GPU that is not there: they have shapes, dtypes and a device, and no values.
-
-So an operation between devices raises, and so does a look at a value, for which the host would wait for the device.
+"""Tensors of a GPU that does not exist, with shapes, dtypes and a device but no values. So an operation between devices
+raises, and so does reading a value, which would make the host wait for the device.
 """
 
 import contextlib
@@ -20,8 +19,8 @@ NEEDS_CPU_BUILD = pytest.mark.skipif(torch.version.cuda is not None, reason="wai
 
 
 class Driverless(TorchFunctionMode):
-    """Indexing, copy_ and contiguous ask a build without CUDA for its driver before they come to their operators, which
-    know fake tensors: here they come to the same operators straight away."""
+    """In a build without CUDA, indexing, copy_ and contiguous look for a driver before they reach their operators,
+    which support fake tensors. Here they reach the same operators directly."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.__getitem__:
@@ -70,8 +69,8 @@ def _parts(x, index):
 
 
 class Watch(TorchDispatchMode):
-    """Counts kernel calls, each of what its model takes; nothing goes from one device to another, but integers
-    (documents' lengths, positions, what the host looks at later), without a wait."""
+    """Counts kernel calls and checks that each has what its model takes. Only integers (document lengths, positions,
+    what the host reads later) may move between devices, and without a wait."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +94,7 @@ class Watch(TorchDispatchMode):
 
 
 class OneDevice(Watch):
-    """And no operation has tensors of two devices: an index that comes from the host is copied too."""
+    """As `Watch`, and no operation may have tensors on two devices: an index from the host is copied too."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]

@@ -1,6 +1,5 @@
-"""Grids of cases: the whole cartesian product, and a small cover of it that meets every pair of values.
-
-`make test` runs covers and few drawn cases, `make test-all` the whole, and of what takes long a cover of its own.
+"""Grids of cases: the whole Cartesian product, and a small cover of it that contains every pair of values. `make test`
+runs covers and a few drawn cases, `make test-all` the whole grid, or another cover if cases take long.
 """
 
 import heapq
@@ -9,21 +8,21 @@ import itertools
 import pytest
 from hypothesis import settings
 
-quick = False  # whether tests that are marked `slow` are left out; the root conftest knows
+quick = False  # whether tests marked `slow` are skipped; set by the root conftest
 
 
 def few_then_rest(few, rest):
-    """pytest parameters: `few`, and marked `slow` the rest."""
+    """pytest parameters: `few` as one, and the rest as another that is marked `slow`."""
     return [pytest.param(few, id="few"), pytest.param(rest, id="rest", marks=pytest.mark.slow)]
 
 
 def each_then_rest(few, rest):
-    """pytest parameters: each of `few`, and marked `slow` each of the rest."""
+    """pytest parameters: each of `few`, and each of the rest marked `slow`."""
     return [*few, *(pytest.param(value, marks=pytest.mark.slow) for value in rest)]
 
 
 def examples(count):
-    """How many cases hypothesis draws: `count`, a quarter of them in `make test`."""
+    """The number of cases that hypothesis draws: `count`, or a quarter of it in `make test`."""
     return settings(max_examples=max(5, count // 4) if quick else count)
 
 
@@ -34,22 +33,21 @@ def whole(legal=lambda case: True, **axes):
 
 
 def cover(legal=lambda case: True, **axes):
-    """Few of `whole`'s cases that still hold every pair of values which any legal case holds. The same on every run.
-
-    Greedy: takes the case with the most pairs that are still wanting, the first of `whole` among equals.
+    """A few of `whole`'s cases that together contain every pair of values of any legal case, the same on every run.
+    Greedy: takes the case with the most missing pairs, and among equals the first in `whole`.
     """
     return pairwise(whole(legal, **axes))
 
 
 def pairwise(cases, without=()):
-    """Few of these cases that still hold every pair of values which any of them holds. without: axes left aside."""
+    """A few of these cases that together contain every pair of values in any of them. without: axes to ignore."""
     axes = [{axis: value for axis, value in case.items() if axis not in without} for case in cases]
     return [cases[index] for index in _chosen(axes)]
 
 
 def _chosen(cases):
-    """The places of the cases that make the cover."""
-    # every pair of values has a bit, as sets of tuples take many times the time
+    """The indices of the cases in the cover."""
+    # every pair of values has a bit, since sets of tuples take many times as long
     bits = {}
     pairs = [
         sum(1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(sorted(case.items()), 2))
@@ -60,7 +58,7 @@ def _chosen(cases):
     heapq.heapify(heap)
     taken = []
     while wanting:
-        # counts only ever fall, so a case whose count still stands at the top of the heap has the most
+        # counts only decrease, so a case whose count is still at the top of the heap has the most
         count, index = heapq.heappop(heap)
         fresh = (pairs[index] & wanting).bit_count()
         if fresh == -count:
@@ -72,10 +70,9 @@ def _chosen(cases):
 
 
 def grouped(group, legal=lambda case: True, few=None, large=lambda case: False, **axes):
-    """pytest parameters (name, cases): the cover, and marked `slow` the rest, each split by the axes in `group`.
-
-    A group of cases is one test, so that pytest's own time for a case stays small. few: cases instead of the cover.
-    large: whether a case takes long; of a group of these the rest is a cover, too.
+    """pytest parameters (name, cases): the cover, and the rest marked `slow`, each split by the axes in `group`. A
+    group of cases is one test, so that pytest's overhead per case stays small. few: cases to use instead of the cover.
+    large: whether a case takes long; for a group of such cases the rest is also a cover.
     """
     cases = whole(legal, **axes)
     few = [cases[index] for index in _chosen(cases)] if few is None else few

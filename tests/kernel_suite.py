@@ -1,7 +1,6 @@
-"""What every block kernel must pass where it can run; `KernelSuite` is for each device to make a test class of.
-
-Also `LowerRight`: a kernel for CPUs that aligns a causal mask as CUDA's flash kernels do, so that the path to those is
-tested without one.
+"""Tests that every block kernel must pass where it can run. Each device makes a test class from `KernelSuite`. Also
+`LowerRight`: a CPU kernel that aligns a causal mask as CUDA's flash kernels do, so that the path to those is tested
+without a GPU.
 """
 
 import pytest
@@ -41,7 +40,7 @@ def takes(kernel, segments):
 
 
 def seen(segments):
-    """Which columns each row sees."""
+    """The columns that each row sees."""
     blocks = []
     for rows, columns in zip(segments.rows, segments.columns, strict=True):
         distance = torch.arange(columns) - torch.arange(rows)[:, None] - (columns - rows)
@@ -76,7 +75,7 @@ class LowerRight(Reference):
 
 
 def _pad(x, rows, value=0.0):
-    """`rows` more rows on top."""
+    """Adds `rows` rows on top."""
     return torch.cat([x.new_full((x.shape[0], rows, *x.shape[2:]), value), x], dim=1)
 
 
@@ -110,12 +109,12 @@ class KernelSuite:
             assert error(got.cpu(), want) <= kernel.tolerance[dtype], name
 
     def near(self, kernel, dtype, found, wanted):
-        """The same where a gradient may be 0: the dq of a row that sees one key."""
+        """The same for a gradient that may be 0: the dq of a row that sees one key."""
         for got, want in zip(found, wanted, strict=True):
             assert (got.cpu().double() - want).abs().max() <= kernel.tolerance[dtype] * max(1.0, want.abs().max())
 
     def check(self, kernel, dtype, q, k, v, do, causal):
-        """One block that is the whole: its own out and lse are the global ones."""
+        """A single block is the whole: its out and lse are the global ones."""
         out, lse = kernel.forward(q, k, v, causal, SCALE)
         grads = kernel.backward(do, q, k, v, out, lse, causal, SCALE)
         assert {x.dtype for x in (out, *grads)} == {dtype}
@@ -147,7 +146,7 @@ class KernelSuite:
     def test_full_block_of_unequal_lengths(self, kernel, dtype, q_len, kv_len):
         self.check(kernel, dtype, *self.inputs(kernel, dtype, q_len, kv_len), False)
 
-    # a mask that a kernel aligns to the other corner is silently wrong, where lengths differ
+    # if lengths differ, a mask that a kernel aligns to the other corner is silently wrong
     @pytest.mark.parametrize(("q_len", "kv_len"), [(24, 56), (56, 24), (9, 2)])
     def test_causal_block_of_unequal_lengths_is_aligned_top_left(self, kernel, dtype, q_len, kv_len):
         inputs = self.inputs(kernel, dtype, q_len, kv_len)
@@ -156,7 +155,7 @@ class KernelSuite:
         self.check(kernel, dtype, *inputs, True)
 
     def test_strided_inputs(self, kernel, dtype):
-        """As the walker gives them: k and v out of one tensor, rows out of longer ones."""
+        """Inputs as the walker passes them: k and v are parts of one tensor, rows are parts of longer ones."""
         q, k, v, do = self.inputs(kernel, dtype, 48, 48)
         pair = torch.stack([k, v], dim=2)
         out, lse = kernel.forward(q, *pair.unbind(2), True, SCALE)
@@ -173,7 +172,7 @@ class KernelSuite:
         self.close(kernel, dtype, (out, *grads), wanted)
 
     def test_an_out_of_some_heads_of_a_longer_one(self, kernel, dtype):
-        """As the walker gives it where a rank computes its heads a few at a time."""
+        """An out as the walker passes it if a rank computes a few heads at a time."""
         for kernel_heads in ((4, 4), (4, 2)):
             q, k, v, do = self.inputs(kernel, dtype, 40, 40, kernel_heads)
             out, lse = kernel.forward(q, k, v, True, SCALE)
@@ -211,7 +210,7 @@ class KernelSuite:
         self.near(kernel, dtype, (out, *grads), wanted)
 
     def test_segments(self, kernel, dtype):
-        """A window, and blocks of several sizes; rows without a key, and keys without a row."""
+        """A window, and blocks of several sizes, including rows without a key and keys without a row."""
         if not (taken := [one for one in SEGMENTS if takes(kernel, one)]):
             pytest.skip(f"{kernel.name} takes no segments")
         for segments in taken:

@@ -1,10 +1,10 @@
-"""Runs a function on several real ranks: gloo processes on this machine.
+"""Runs a function on several real ranks, which are gloo processes on this machine.
 
-The processes are forked from a server that has imported the heavy packages once, so a test with 4 ranks costs a
-fraction of a second and not 4 imports of DeepSpeed. A test gets processes of its own, unless it says that it leaves
-nothing behind in them. Two variables of the environment change this:
+The processes are forked from a server that has imported the heavy packages once, so a test with 4 ranks takes a
+fraction of a second instead of 4 imports of DeepSpeed. A test gets its own processes, unless it declares that it leaves
+nothing behind in them. Two environment variables change this:
 
-    RANKS_FRESH=1   every test gets new ranks, so a test that needs what another left behind fails
+    RANKS_FRESH=1   every test gets new ranks, so a test that depends on what another left behind fails
     RANKS_SPAWN=1   ranks are spawned with pytest's stdin and without time limits, so one of them can call breakpoint()
 """
 
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tests import costs, plants
 
-# what ranks import sooner or later; a name that another release does not have is passed over
+# modules that ranks import sooner or later; names that a release lacks are skipped
 PRELOAD = [
     "tests.preloading",
     "torch.distributed",
@@ -65,10 +65,10 @@ def on_ranks(world, function, *args, timeout=120, check=True, patience=60, keep=
     """Calls function(*args) on `world` ranks with torch.distributed up; returns their results by rank.
 
     Raises RankFailure if a rank raised; with check=False that rank's result is (type name, message, traceback). A rank
-    that is still running after `timeout` seconds is killed and fails as ("Hang", ...); one that ended without a
-    word as ("Died", ...). patience: the timeout, in seconds, of the group of all ranks; None leaves torch.distributed
-    down, for what brings it up itself (a group that one rank has left is no longer there for another to join).
-    keep: a word, for ranks that may have run other functions of that word and may run more of them; None: new ranks.
+    that is still running after `timeout` seconds is killed and fails as ("Hang", ...); a rank that ended without a
+    result fails as ("Died", ...). patience: the timeout, in seconds, of the group of all ranks; None does not start
+    torch.distributed, for functions that start it themselves (once one rank has left a group, others can no longer join
+    it). keep: a key. Ranks are shared by the functions with the same key; None: new ranks.
     """
     if keep is None or patience != 60 or os.environ.get("RANKS_FRESH"):
         with Ranks(world, patience) as ranks:
@@ -80,20 +80,20 @@ def on_ranks(world, function, *args, timeout=120, check=True, patience=60, keep=
     return [errors.get(rank, results.get(rank)) for rank in range(world)]
 
 
-# for what leaves nothing behind in its process: no settings, no patched functions, no groups
+# for functions that leave nothing behind in their process: no settings, patched functions or groups
 on_warm_ranks = functools.partial(on_ranks, keep="plain")
-# for what leaves behind what DeepSpeed's engines or Trainers do: groups, and accelerate's settings
+# for functions that leave behind what DeepSpeed's engines or Trainers do: groups and accelerate's settings
 on_engine_ranks = functools.partial(on_ranks, keep="deepspeed")
 on_trainer_ranks = functools.partial(on_ranks, keep="trainer")
-_kept = {}  # world -> (word, Ranks that wait for the next function)
-_found = {}  # on a rank: what a new process has
+_kept = {}  # world -> (key, Ranks that wait for the next function)
+_found = {}  # on a rank: the state of a new process
 KEPT_WORLD = 4  # larger ones would fill the memory
-KEPT_FILES = 200  # open in a rank: groups that a test has left, with their sockets
+KEPT_FILES = 200  # the most open files in a rank: tests leave groups with their sockets
 
 
 def on_each_of(ranks, **options):
-    """Makes a test of a function that each rank calls, with the test's own arguments. ranks: how many there are, or the
-    name of the argument that says so. options: those of `on_ranks`."""
+    """Turns a function that each rank calls into a test with the same arguments. ranks: the number of ranks, or the
+    name of the argument that specifies it. options: those of `on_ranks`."""
 
     def made(function):
         @functools.wraps(function)
@@ -107,7 +107,7 @@ def on_each_of(ranks, **options):
 
 
 def _body(module, name, arguments):
-    """On a rank: what `on_each_of` has made a test of."""
+    """On a rank: runs the function that `on_each_of` turned into a test."""
     getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
@@ -129,8 +129,8 @@ def _call_kept(word, world, function, *args, timeout):
 
 
 def _afresh(function, *args):
-    """On a rank: the function finds the random numbers of a new process, no group that hangs in a circle, and no ZeRO-3
-    of another Trainer, by which transformers would shard new models."""
+    """On a rank: gives the function the random state of a new process, without groups that hang in a reference cycle,
+    and without another Trainer's ZeRO-3, with which transformers would shard new models."""
     import torch
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -141,7 +141,7 @@ def _afresh(function, *args):
 
 
 def _environment():
-    """What ranks are given of the environment; pytest's own note in it changes with every test."""
+    """The environment that ranks are given, without pytest's own variable, which changes with every test."""
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
@@ -152,7 +152,7 @@ def _close_kept():
 
 
 class Ranks:
-    """`world` ranks with torch.distributed up, for one call after another in the same processes."""
+    """`world` ranks with torch.distributed running, for successive calls in the same processes."""
 
     def __init__(self, world, patience=60, preload=PRELOAD):
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -181,9 +181,10 @@ class Ranks:
         self.close()
 
     def call(self, function, *args, timeout=120):
-        """({rank: result}, {rank: (type name, message, traceback)}); once a rank has failed, only `close` is left."""
+        """({rank: result}, {rank: (type name, message, traceback)}); after a rank has failed, only `close` may be
+        called."""
         for pipe in self.pipes:
-            with contextlib.suppress(OSError):  # of one that is gone there is nothing to read either
+            with contextlib.suppress(OSError):  # the process may have ended
                 pipe.send((function, args))
         results, errors, deadline = {}, {}, time.monotonic() + (timeout if not self.is_debugged else 24 * 3600)
         for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
@@ -199,20 +200,20 @@ class Ranks:
         return results, errors
 
     def files(self):
-        """The most files that a rank has open; 0 on systems without /proc."""
+        """The largest number of files that a rank has open; 0 on systems without /proc."""
         places = [Path(f"/proc/{process.pid}/fd") for process in self.processes]
         return max(len(list(place.iterdir())) if place.exists() else 0 for place in places)
 
     def count(self):
-        """Adds what the ranks took since they were last counted to the costs of this test."""
+        """Adds the time that the ranks took since the last count to the costs of this test."""
         if costs.FOLDER in os.environ:
             for rank, process in enumerate(self.processes):
-                with contextlib.suppress(OSError):  # it ended before
+                with contextlib.suppress(OSError):  # it had already ended
                     phases = json.loads(Path(self.folder.name, f"{rank}.json").read_text())
                     self.counted[rank] = costs.rank_took(process.pid, phases, self.counted[rank])
 
     def close(self, patience=10):
-        """Ends the ranks, after `patience` seconds those that still run too."""
+        """Ends the ranks; those still running after `patience` seconds are killed."""
         self.count()
         for pipe in self.pipes:
             pipe.close()
@@ -258,14 +259,14 @@ def _rank(rank, world, folder, port, patience, environment, pipe, stdin):
         outcome = _outcome(dist.init_process_group, ("gloo", store, timedelta(seconds=patience), world, rank))
     if costs.FOLDER in os.environ:
         Path(folder, f"{rank}.json").write_text(json.dumps([began, time.process_time()]))
-    # nobody leaves while a peer may still talk to it: the parent closes the pipe once all are done
+    # no rank leaves while another may still send to it: the parent closes the pipe after all are done
     with contextlib.suppress(EOFError, BrokenPipeError):
         if not outcome[0]:
             pipe.send(outcome)
         while outcome[0]:
             outcome = _outcome(*pipe.recv())
             pipe.send(outcome)
-    os._exit(0)  # not by way of destroy_process_group, which would wait for ranks that are gone
+    os._exit(0)  # without destroy_process_group, which would wait for ranks that have ended
 
 
 def _outcome(function, args):

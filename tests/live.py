@@ -1,8 +1,7 @@
-"""How much memory tensors take: the storages that are alive, seen after every operation, inside custom ops too.
-
-What an allocator reports would miss what other threads free (gloo's hold the tensors that they send); here every
-storage that an operation returned is asked by weak reference whether it is still there. What a kernel allocates for
-itself and frees before it returns is not seen.
+"""The memory of tensors: the storages that are alive after every operation, including inside custom ops. An allocator's
+report would miss what other threads free (gloo's threads hold the tensors that they send). Here a weak reference tells
+for every storage that an operation returned whether it still exists. What a kernel allocates for itself and frees
+before it returns is not seen.
 """
 
 import dataclasses
@@ -20,9 +19,10 @@ CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Bytes of tensors beyond the inputs, q, k, v and the output's gradient. forward: the most at once; kept: what
-    there is after it, result included; backward: the most at once during it, with what was kept, the result and the
-    gradients; gradients: what there is after it, but for the result; left: once results and gradients are dropped."""
+    """Bytes of tensors beyond the inputs, q, k, v and the output's gradient. forward: the peak during forward; kept:
+    what exists after forward, including the result; backward: the peak during backward, including what was kept, the
+    result and the gradients; gradients: what exists after backward, without the result; left: what exists after results
+    and gradients are dropped."""
 
     forward: int
     kept: int
@@ -32,7 +32,7 @@ class Figures:
 
 
 def measure(attend, q, k, v, do):
-    """Figures of `attend(q, k, v)` and of its backward; the tensors are leaves."""
+    """The figures of `attend(q, k, v)` and its backward; the tensors are leaves."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with Live(q, k, v, do) as live:
         out = attend(q, k, v)
@@ -48,8 +48,8 @@ def measure(attend, q, k, v, do):
 
 
 def least(measure):
-    """Of up to 8 measurements, until each of the least figures was seen twice on every rank: gloo may let go of what it
-    has sent late."""
+    """The least figures of up to 8 measurements. Stops when each was seen twice on every rank, since gloo may release
+    what it has sent late."""
     often, names = [], [field.name for field in dataclasses.fields(Figures)]
     for _ in range(8):
         often.append(dataclasses.astuple(measure()))
@@ -61,10 +61,10 @@ def least(measure):
 
 
 class Live(TorchDispatchMode):
-    """Within it, `peak` is the greatest number of bytes alive at once since the last `restart`, of storages that an
-    operation within it returned, but for those of the tensors `ignored`."""
+    """Context manager in which `peak` is the largest number of bytes alive at once since the last `restart`. It counts
+    storages that operations inside it returned, except those of the tensors `ignored`."""
 
-    inside = ("ds_seqpar",)  # the namespaces of the ops that are looked into
+    inside = ("ds_seqpar",)  # the namespaces of the ops that are inspected
 
     def __init__(self, *ignored):
         super().__init__()
@@ -75,7 +75,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function.namespace in self.inside:
-            with self:  # a mode is off while it is asked; for what happens inside the op it is to be on
+            with self:  # a mode is off while its handler runs, but must be on inside the op
                 result = function.redispatch(CPU, *args, **kwargs)
         else:
             result = function(*args, **kwargs)
@@ -88,12 +88,12 @@ class Live(TorchDispatchMode):
     def _see(self, storage):
         key = storage._cdata
         known = self.ignored.get(key) or self.storages.get(key, (None,))[0]
-        if known is None or known.expired():  # an address is used again
+        if known is None or known.expired():  # an address may be reused
             self.ignored.pop(key, None)
             self.storages[key] = StorageWeakRef(storage), storage.nbytes()
 
     def bytes(self):
-        """Of storages that are alive now."""
+        """The bytes of the storages that are alive now."""
         self.storages = {key: seen for key, seen in self.storages.items() if not seen[0].expired()}
         return sum(size for _, size in self.storages.values())
 
@@ -101,7 +101,7 @@ class Live(TorchDispatchMode):
         self.peak = self.bytes()
 
     def settled(self, patience=5.0):
-        """`bytes` once nobody frees anything any more: another thread may be about to."""
+        """`bytes` after nothing more is freed, since another thread may be about to free something."""
         gc.collect()
         until = time.monotonic() + patience
         before, now = -1, self.bytes()

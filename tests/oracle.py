@@ -1,4 +1,4 @@
-"""Dense attention in fp64, written out and differentiated by autograd: what every other way must equal."""
+"""Dense attention in fp64, written out and differentiated by autograd: the reference for all other implementations."""
 
 import itertools
 
@@ -17,7 +17,8 @@ def positions(layout, seq, size, ulysses, index):
 
 
 def positions_by_ulysses_rank(shards, side, cp_rank, ulysses_size):
-    """The positions of the tokens of each Ulysses rank of a CP rank: its own in order, in shares that differ by one."""
+    """The positions of the tokens of each Ulysses rank of a CP rank: its tokens in order, in shares that differ by at
+    most one."""
     positions = [p for run in shards.runs(side, owned(cp_rank, shards.blocks_per_rank)) for p in run.positions]
     cuts = [len(positions) * ulysses_rank // ulysses_size for ulysses_rank in range(ulysses_size + 1)]
     return [positions[a:b] for a, b in itertools.pairwise(cuts)]
@@ -28,8 +29,8 @@ def attention(
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The definition, differentiable. q (B, S, Hq, D); k and v (B, T, Hkv, D): query head h reads h * Hkv // Hq.
-    causal: or which keys each query sees, (S, T) of bool, as `seen` gives it. mask: in place of causal. A row that sees
-    no key is 0. softcap: bound of the scores. sinks (Hq,): one more score of every row, of value 0."""
+    causal: or which keys each query sees, (S, T) bool, as returned by `seen`. mask: in place of causal. A row that sees
+    no key is 0. softcap: the bound of the scores. sinks (Hq,): one more score for every row, with value 0."""
     keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * (q.shape[3] ** -0.5 if scale is None else scale)
     if softcap is not None:
@@ -48,14 +49,14 @@ def attention(
 
 
 def lse(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-    """Of each row the log-sum-exp of the scores that it sees, (B, S, Hq): -inf where it sees none."""
+    """For each row the log-sum-exp of the scores that it sees, (B, S, Hq); -inf if it sees none."""
     scores = torch.einsum("bqhd,bkhd->bqhk", q, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
     hidden = ~seen(mask, range(q.shape[1]), range(k.shape[1]))[:, None]
     return (scores * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf")).logsumexp(-1)
 
 
 def seen(mask: Mask, queries, keys) -> Tensor:
-    """Which of the keys each query sees, at these positions: the definition, pair by pair."""
+    """Which keys each query sees at these positions, by definition, pair by pair."""
     q, kv = torch.as_tensor(queries)[:, None], torch.as_tensor(keys)[None, :]
     found = torch.ones(q.shape[0], kv.shape[1], dtype=torch.bool)
     if mask.causal:
@@ -68,7 +69,7 @@ def seen(mask: Mask, queries, keys) -> Tensor:
         found &= kv <= q + mask.window_right
     if mask.window:
         found &= (kv > q - mask.window) | (together & mask.whole_blocks)
-    if mask.documents:  # of each document which ones it sees: itself, its parent and what that one sees
+    if mask.documents:  # for each document the ones it sees: itself, its parent and what its parent sees
         sees = torch.eye(len(mask.documents), dtype=torch.bool)
         for document, parent in enumerate(mask.parents):
             sees[document] |= sees[parent] & (parent >= 0)
@@ -88,7 +89,7 @@ def dense(
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """max|a-b| / max|b|; infinite where something found is not a number."""
+    """max|a-b| / max|b|; infinite if a computed value is not a number."""
     assert found.shape == expected.shape
     gap = ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
     return gap if gap == gap else float("inf")
@@ -100,23 +101,24 @@ def errors(found, expected) -> list[float]:
 
 
 def assert_exact(found, expected, case=None, limit=1e-10, least=0.0):
-    """Each pair differs by less than `limit` of the greatest expected number. least: of that, or of this number where
-    it is greater: a token that sees itself alone has gradients of 0."""
+    """Checks that each pair differs by less than `limit` times the greatest expected number. least: a lower bound for
+    that number, since a token that sees only itself has gradients of 0."""
     for at, (a, b) in enumerate(zip(found, expected, strict=True)):
         name = ("out", "dq", "dk", "dv")[at] if at < 4 else at
         assert a.shape == b.shape, (name, case)
         gap = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=least)
-        assert gap < limit, (name, float(gap), case)  # which a NaN is not
+        assert gap < limit, (name, float(gap), case)  # false for NaN
 
 
 def spreads(found, expected) -> list[float]:
-    """Of each pair the root mean square of a - b over that of b: it sees many small errors, where `error` sees one."""
+    """For each pair the root mean square of a - b over that of b. It reveals many small errors, whereas `error` shows
+    only the largest."""
     pairs = zip(found, expected, strict=True)
     return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in pairs]
 
 
 def tensors(batch=1, seq=48, heads=(4, 2), dim=8, dtype=torch.float64, seed=0):
-    """(q, k, v, do), the same on every rank that asks for the same."""
+    """(q, k, v, do), equal on every rank that calls it with the same arguments."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, seq, h, dim) for h in (heads[0], heads[1], heads[1], heads[0])]
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)

@@ -1,5 +1,5 @@
-"""A planted fault: on ranks one line of a function is another. The process that starts ranks keeps the right one, so
-what it compares their results with stays right.
+"""A planted fault: on ranks, one line of a function is changed. The process that starts ranks keeps the right line, so
+its reference results stay right.
 
     PLANTED='["ds_seqpar.data.part:Part.shifted", "x.roll(-1, dim)", "x.roll(1, dim)"]'   what new ranks do first
 """
@@ -10,11 +10,11 @@ import importlib
 import inspect
 import textwrap
 
-PLANTED = "PLANTED"  # of the environment: JSON of the arguments of `plant`
+PLANTED = "PLANTED"  # environment variable: the arguments of `plant` as JSON
 
 
 def plant(where, right, wrong):
-    """Gives a function code in which `right`, which stands in it once, is `wrong`. where: module:name.name"""
+    """Replaces `right`, which occurs once in a function's code, by `wrong`. where: module:name.name"""
     module, _, path = where.partition(":")
     owner = importlib.import_module(module)
     *outer, name = path.split(".")
@@ -32,7 +32,7 @@ def plant(where, right, wrong):
 
 
 def _function(x):
-    """What a method, a property and a wrapper have inside."""
+    """The function inside a method, a property or a wrapper."""
     for name in ("func", "fget", "__func__"):
         x = getattr(x, name, x)
     return inspect.unwrap(x)

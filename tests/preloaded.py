@@ -1,4 +1,4 @@
-"""Imported last by the server that ranks are forked from."""
+"""Imported last by the server from which ranks are forked."""
 
 import gc
 
@@ -6,11 +6,11 @@ import deepspeed.ops
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-# which of DeepSpeed's ops can be built here: it calls the compiler to know, in every process that does not know it yet
+# find which DeepSpeed ops can be built here: every process that does not know yet would call the compiler
 deepspeed.ops.__compatible_ops__  # noqa: B018
-get_checkpoint_conversion_mapping("llama")  # it compiles a thousand patterns in every process that saves or loads first
-torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1))  # whoever compiles first makes long tables
+get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns on a process's first save or load
+torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1))  # the first compilation makes long tables
 torch._dynamo.reset()
 torch._dynamo.utils.counters.clear()
-gc.freeze()  # a rank's collector, which ZeRO-3 calls for every engine, does not look through all that was imported
+gc.freeze()  # a rank's collector, which ZeRO-3 calls for every engine, skips all that was imported
 gc.enable()

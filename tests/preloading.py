@@ -1,5 +1,6 @@
-"""Imported first by the server that ranks are forked from: no collector looks through what is being imported, and what
-is installed is read once. (accelerate reads it several times for every Trainer, trl all of it when it is imported.)"""
+"""Imported first by the server from which ranks are forked: the garbage collector does not scan what is being imported,
+and the list of installed packages is read only once. (accelerate reads it several times for every Trainer, trl all of
+it when it is imported.)"""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""Layers with a state, token by token: what they are over each document alone, and shared by ranks."""
+"""Layers with a state, computed token by token: over each document alone, and shared by ranks."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Runs training scripts: on ranks forked for it, as processes of a launcher would, or by a launcher itself."""
+"""Runs training scripts, either on forked ranks that behave like a launcher's processes, or with a launcher itself."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ LAUNCHERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What became of a script. failed: whether a rank ended by another exit code than 0."""
+    """The outcome of a script. failed: whether a rank ended with an exit code other than 0."""
 
     failed: bool
     stdout: str
@@ -32,7 +32,7 @@ class Ran:
 
 
 def launch(launcher, ranks, folder, *words, threads=None):
-    """A `Ran`, by the launcher, of the script and arguments in `words`, which may begin with more options of its."""
+    """A `Ran` of the launcher, with the script and arguments in `words`, which may begin with more launcher options."""
     port = str(free_port())  # other tests may be launching too
     options = [port if word == "PORT" else word for word in LAUNCHERS[launcher]]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -46,9 +46,9 @@ def launch(launcher, ranks, folder, *words, threads=None):
 
 
 def run(ranks, folder, script, *arguments, environment=None, timeout=200):
-    """A `Ran` of the script on forked ranks: 4 launched ranks cost half a minute of imports, these nothing. stdout and
-    stderr are those of all ranks, one after another. environment: what a launcher sets, and by None what it does not;
-    LOCAL_RANK in arguments is the rank."""
+    """A `Ran` of the script on forked ranks: 4 launched ranks take half a minute of imports, forked ranks none. stdout
+    and stderr are those of all ranks, one after another. environment: what a launcher sets, or None for what it does
+    not set; LOCAL_RANK in arguments becomes the rank."""
     words = [*map(str, arguments)]
     arguments = str(folder), str(script), words, environment or {}
     outcomes = on_ranks(ranks, as_process, *arguments, timeout=timeout, patience=None)
@@ -57,8 +57,8 @@ def run(ranks, folder, script, *arguments, environment=None, timeout=200):
 
 
 def as_process(folder, script, arguments, environment):
-    """(whether it failed, stdout, stderr) of a script in this rank's process; it fails by SystemExit, or by a sentence
-    of ours. Other exceptions are raised."""
+    """(whether it failed, stdout, stderr) of a script in this rank's process; it fails with SystemExit or one of our
+    errors. Other exceptions are raised."""
     import datasets
 
     datasets.config.HF_DATASETS_CACHE = Path(folder, "cache")  # not the user's

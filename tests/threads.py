@@ -1,4 +1,4 @@
-"""Virtual ranks that run what a rank runs, backward too, each in a thread of its own: messages wait in a mailbox."""
+"""Virtual ranks that run what a rank runs, including backward, each in its own thread. Messages wait in a mailbox."""
 
 import contextlib
 import queue
@@ -18,7 +18,7 @@ class _Queue(queue.SimpleQueue):
     append = queue.SimpleQueue.put
 
     def __init__(self, failed):
-        self.failed = failed  # whether another rank has
+        self.failed = failed  # whether another rank has failed
 
     def popleft(self):
         for _ in range(PATIENCE):
@@ -34,7 +34,7 @@ class _Mailbox(dict):
         self.failed = failed
 
     def __missing__(self, key):
-        return self.setdefault(key, _Queue(self.failed))  # of two threads that ask at once both get the first one's
+        return self.setdefault(key, _Queue(self.failed))  # two threads that ask at once both get the first one's
 
 
 def on_virtual_ranks(function, **config):
@@ -44,7 +44,7 @@ def on_virtual_ranks(function, **config):
         config: The fields of a `SequenceParallelConfig`.
 
     Returns:
-        (what it returned on each rank, the elements that each rank received, by kind).
+        (the result of each rank, the number of elements that each rank received, by kind).
     """
     config = SequenceParallelConfig(**config)
     size, count = config.size, config.ulysses

@@ -1,7 +1,6 @@
-"""What test_triton_ops.py runs in Triton's interpreter, by TRITON_INTERPRET=1, and tests/gpu on a GPU.
-
-The kernels beside the functions whose place they take, on tensors of drawn shapes, strides and values; and whole calls
-with them. It prints JSON: by kernel the greatest error, and the errors of the calls.
+"""Run by test_triton_ops.py in Triton's interpreter (TRITON_INTERPRET=1), and by tests/gpu on a GPU. It compares the
+kernels with the functions that they replace, on tensors with random shapes, strides and values, and runs whole calls
+with them. It prints JSON with the greatest error of each kernel and the errors of the calls.
 """
 
 import json
@@ -27,7 +26,7 @@ device = "cpu"
 
 
 def strided(draw, shape, dtype=torch.float32):
-    """A tensor of random numbers, whose dimensions lie in memory in any order, with gaps between elements or not."""
+    """A tensor of random numbers whose dimensions are in any memory order, with or without gaps between elements."""
     order = draw.sample(range(len(shape)), len(shape))
     if draw.random() < 0.5:
         order = list(range(len(shape)))
@@ -43,7 +42,7 @@ def shape_of(draw):
 
 
 def as_grouped(draw, x, others):
-    """x (B, n, ...) and the others as views of groups of rows, (B, groups, size, ...), as launches give them."""
+    """x (B, n, ...) and the others as views of row groups (B, groups, size, ...), as launches pass them."""
     size, groups = draw.choice((1, 2)), draw.choice((1, 2))
     if x.shape[1] < 5:
         return [x, *others]
@@ -52,7 +51,7 @@ def as_grouped(draw, x, others):
 
 
 def error(found, wanted):
-    """The greatest difference, of elements beyond 1 in proportion; equal infinities and NaN are none."""
+    """The greatest difference, relative for elements beyond 1; equal infinities and NaN do not count."""
     found, wanted = found.double(), wanted.double()
     same = (found == wanted) | (found.isnan() & wanted.isnan())
     difference = ((found - wanted).abs() / wanted.abs().clamp_min(1.0)).masked_fill(same, 0.0).nan_to_num(nan=INF)
@@ -92,7 +91,7 @@ def deltas(draw):
     delta = strided(draw, shape[:3]) * scale.float()
     found, wanted = triton_ops.out_with_rowsum(do, delta), work._out_with_rowsum(do, delta)
     assert found.dtype == dtype
-    rounds = dtype != torch.float32  # both may lie on two sides of where rounding changes
+    rounds = dtype != torch.float32  # the two may round to different sides
     yield f"out_with_rowsum{', rounded' if rounds else ''}", error(found, wanted.to(dtype))
 
 
@@ -103,7 +102,7 @@ CALLS = {
 
 
 def calls():
-    """fp32 errors of out, dq, dk and dv of whole calls, and how often a kernel ran."""
+    """The fp32 errors of out, dq, dk and dv of whole calls, and how often a kernel ran."""
     counted, found = defaultdict(int), {}
 
     class Ops:
@@ -121,7 +120,8 @@ def calls():
 
 
 def worst_of(cases, elements):
-    """The greatest error by kernel. elements: of a program, one after the other; the interpreter takes long for one."""
+    """The greatest error by kernel. elements: how many a program computes one after another; the interpreter is slow
+    per program."""
     torch.manual_seed(0)
     worst, of_program = defaultdict(float), triton_ops.ELEMENTS
     for seed in range(cases):
@@ -134,6 +134,6 @@ def worst_of(cases, elements):
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", category=RuntimeWarning)  # of numpy, for what a GPU computes without a word
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy warns of operations that a GPU computes silently
     worst, triton_ops.ELEMENTS = worst_of(CASES, (1 << 16, 1 << 12)), 1 << 16
     print(json.dumps({"worst": worst, "calls": calls()}))

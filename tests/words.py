@@ -1,6 +1,6 @@
-"""What tests look for in a message: its kind, and the names and values that only this message has."""
+"""What tests look for in a message: its kind, and the names and values that are specific to it."""
 
 
 def missing(message, *words):
-    """Those of the words that are not in the message."""
+    """The words that are missing from the message."""
     return [word for word in words if word not in message]

@@ -1,1 +1,1 @@
-"""The doctor's checks of a transformers model: its weights, its small copy's loss and gradients, an optimizer step."""
+"""The doctor's checks of a transformers model: weights, loss and gradients of its small copy, and an optimizer step."""

@@ -1,4 +1,4 @@
-"""Check a transformers model: its weights on all ranks, and its small copy, whole and shared, until after a step."""
+"""Check a transformers model: its weights on all ranks, and its small copy, unsplit and shared, through one step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ..look.small import small_copy, tokens_for
 from ..model.patch import patch_by, unpatch_attention
 from ..model.weights import fingerprint_of_bits, is_whole
 
-NOISE = 8  # a step may differ by so many times what rounding-sized noise on the embeddings changes
-LEAST = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}  # but by so much at least
-RATE = 0.1  # of the step: large enough for weights in 16 bits
+NOISE = 8  # a step may differ by this multiple of the effect of rounding-sized noise on the embeddings
+LEAST = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}  # but at least by this much
+RATE = 0.1  # the learning rate of the step: large enough for weights in 16 bits
 UNSURE = 1e-3  # the share of the greatest gradient below which a weight's step is not compared
 STEP, STEP_CHECK = "step of ", "optimizer step"
 # the keys of a DeepSpeed JSON that change gradients or steps
@@ -40,12 +40,12 @@ TRAINING = (
     "data_types", "prescale_gradients", "gradient_predivide_factor", "torch_autocast", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 )  # fmt: skip
-# kind of the batch in which a model differs, where it is right in those before -> what is wrong
+# first kind of batch in which a model differs -> what is wrong
 CAUSES = {"padded": "padding is not masked: ", "packed": "documents are not kept apart: "}
 
 
 def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
-    """Compare every parameter and buffer between all ranks: its form, whether it is trained, and its bits."""
+    """Compare every parameter and buffer across all ranks: its shape and dtype, whether it is trained, and its bits."""
     fields, whole = dict[str, str](), sum(map(is_whole, job.model.parameters()))
     for name, x in (*job.model.named_parameters(), *job.model.named_buffers()):
         form = f"{'trained' if x.requires_grad else 'frozen'} {str(x.dtype).removeprefix('torch.')} {whole_shape(x)}"
@@ -58,7 +58,7 @@ def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
 
 
 def loss_and_gradients(job: Job) -> list[Finding]:
-    """Compare a small copy in fp32, patched and not: loss, outputs and all gradients, for three kinds of batches."""
+    """Compare a small fp32 copy, patched and unpatched: loss, outputs and all gradients, for three kinds of batches."""
     model = unwrapped(job.model)
     model = model if is_plain_head(model) else model.base_model  # a loss of one's own may count padding
     facts = facts_of(model)
@@ -70,22 +70,22 @@ def loss_and_gradients(job: Job) -> list[Finding]:
 
 
 def step(job: Job) -> list[Finding]:
-    """Compare a step of DeepSpeed's engine for a small copy that shares sequences with one of a copy that does not."""
+    """Compare one DeepSpeed engine step on two small copies: one that shares sequences and one that does not."""
     model, sp = unwrapped(job.model), job.sp
     if not is_plain_head(model):
         return [Finding(check=STEP_CHECK, status="not tried", detail=f"a {type(model).__name__} has a loss of its own")]
     content, accumulation, silent = _content(job.content), sp.accumulation_steps, logging.root.manager.disable
-    logging.disable(logging.INFO)  # what DeepSpeed says of each engine
+    logging.disable(logging.INFO)  # DeepSpeed's messages about each engine
     try:
         start()
         plain, noisy, shared = (_step(job, content, **how) for how in ({}, {"noise": True}, {"shared": True}))
     finally:
         logging.disable(silent)
         sp.accumulation_steps = accumulation
-        gc.collect()  # engines are in circles
+        gc.collect()  # engines are in reference cycles
     for name, gradient in plain[GRADIENT].items():
         sure = gradient.abs() > UNSURE * gradient.abs().max()
-        for other in (noisy, shared):  # Adam steps by the sign, which rounding may turn
+        for other in (noisy, shared):  # Adam steps by the sign, which rounding may flip
             sure &= (other[GRADIENT][name] - gradient).abs() <= gradient.abs() / 2
         for one in (plain, noisy, shared):
             one[STEP][name.replace(GRADIENT, STEP)] *= sure
@@ -104,25 +104,25 @@ def step(job: Job) -> list[Finding]:
 
 
 def _content(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a DeepSpeed JSON a step of the small copy depends on."""
+    """Return the part of a DeepSpeed JSON on which a step of the small copy depends."""
     kept = without_auto({name: content[name] for name in TRAINING if name in content})
     optimizer = kept.get("optimizer") or {"type": "AdamW", "params": {"torch_adam": True}}
     kept["optimizer"] = {**optimizer, "params": {**optimizer.get("params", {}), "lr": RATE}}
     if kept.get("fp16", {}).get("enabled"):
-        kept["fp16"] |= {"loss_scale": 1}  # so that the first step is not left out
+        kept["fp16"] |= {"loss_scale": 1}  # so that the first step is not skipped
     accumulation = without_auto(content).get("gradient_accumulation_steps", 1)
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": min(2, accumulation)}
     return {"gradient_clipping": 1.0, **kept, **sizes, "steps_per_print": 10**9}
 
 
 def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool = False) -> dict[str, dict[str, Tensor]]:
-    """Return the loss of a step of a small copy, and each parameter's whole gradient and change.
+    """Return the loss of one step of a small copy, and the whole gradient and the change of each parameter.
 
     Args:
-        job: What is examined.
+        job: The job under examination.
         content: The DeepSpeed JSON.
-        shared: Whether groups share sequences; otherwise each rank computes those of all groups.
-        noise: Whether the embeddings have noise as large as their dtype's rounding.
+        shared: Whether groups share sequences; if not, each rank computes the sequences of all groups.
+        noise: Whether to add noise to the embeddings, as large as the rounding error of their dtype.
     """
     model, sp = unwrapped(job.model), job.sp
     small, steps = small_copy(model, sp.device)[0].train(), content["gradient_accumulation_steps"]
@@ -174,7 +174,7 @@ def shape_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def model_of(place: str | None, ranks: int) -> PreTrainedModel:
-    """Return the model of a folder's config, or a Llama that as many ranks can share, on the meta device."""
+    """Return a model on the meta device: that of a folder's config, or a Llama that this number of ranks can share."""
     q_heads = 8 * -(-ranks // 8)
     config = LlamaConfig(num_attention_heads=q_heads, num_key_value_heads=q_heads // 4, hidden_size=64, head_dim=64,
                          intermediate_size=128, vocab_size=256, num_hidden_layers=2)  # fmt: skip

@@ -1,12 +1,12 @@
 """A cache in parts: each rank keeps the keys and values of its own tokens.
 
 `past_key_values` stays transformers' DynamicCache; its layers are replaced by `ShardedLayer`s, which share one
-`KeptTokens`: how many tokens the rows have, and which of them each rank keeps. A layer's tensors are those that reached
-its attention, with all key/value heads, so that a rank keeps 1/size of the tokens whatever the schedule and Ulysses.
-Layers that gather keys have what was gathered, of all tokens, on every rank.
+`KeptTokens`: how many tokens the rows have, and which of them each rank keeps. A layer stores the tensors that reached
+its attention, with all key/value heads, so a rank keeps 1/size of the tokens under any schedule and any Ulysses size.
+Layers that gather keys store what was gathered, for all tokens, on every rank.
 
-Rows with padding are compacted before they are sharded: a row's real tokens come first. Padding behind them is computed
-and never seen. So each row has its own number of tokens, and of keys on each rank.
+Rows with padding are compacted before they are sharded: a row's real tokens come first. Padding after them is computed
+but never seen. So each row has its own number of tokens, and its own number of keys on each rank.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from ..gathered_past import KEYS, Taken
 from ..look.facts import text_config
 
 ENTRIES = -1  # the number of a name's entries among its tensors
-BLOCK = 256  # a rank's buffers have room for a multiple of so many tokens
+BLOCK = 256  # a rank's buffers have room for a multiple of this number of tokens
 SERVES = "a forward with a cache"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The tokens that rows have, and which of them each SP rank keeps: of all rows alike, or of one row."""
+    """The tokens that rows have, and which of them each SP rank keeps. It describes one row, or all rows if they are
+    equal."""
 
-    tokens: int  # so the position of the next one
-    runs: tuple[Runs, ...]  # of each SP rank, ascending
+    tokens: int  # hence the position of the next one
+    runs: tuple[Runs, ...]  # the runs of each SP rank, ascending
 
     def kept_before(self, rank: int, position: int) -> int:
         """Return how many tokens before a position a rank keeps."""
@@ -55,7 +56,8 @@ class Row:
         return tuple(tuple(Run(a - first, step, n) for a, step, n in runs if n > 0) for runs in cut)
 
     def with_new(self, runs: Sequence[Runs], tokens: int) -> Row:
-        """Return the row with so many further tokens. runs: those of each rank, counted from the first new one."""
+        """Return the row with this number of further tokens. runs: The runs of each rank, counted from the first new
+        token."""
         new = [[between(run, 0, tokens)[1] for run in of_rank] for of_rank in runs]
         shifted = [[Run(a + self.tokens, step, n) for a, step, n in of_rank if n > 0] for of_rank in new]
         joined = tuple(_joined((*old, *more)) for old, more in zip(self.runs, shifted, strict=True))
@@ -63,12 +65,13 @@ class Row:
 
 
 def slices_of(rows: Sequence[Row]) -> list[slice]:
-    """Return which rows of a tensor each of these is of."""
+    """Return which rows of a tensor each of these describes."""
     return [slice(None)] if len(rows) == 1 else [slice(i, i + 1) for i in range(len(rows))]
 
 
 def _joined(runs: Sequence[Run]) -> Runs:
-    """Return ascending runs, with those joined that go on: decoded tokens, of which a rank keeps each size-th."""
+    """Return ascending runs, with those joined that continue a run in equal steps: of decoded tokens a rank keeps every
+    size-th."""
     joined: list[Run] = []
     for run in runs:
         last = joined[-1] if joined else None
@@ -81,18 +84,18 @@ def _joined(runs: Sequence[Run]) -> Runs:
 
 
 class KeptTokens:
-    """Which tokens the ranks keep in a cache. All ranks have the same but for their tensors.
+    """Which tokens the ranks keep in a cache. It is equal on all ranks apart from the tensors.
 
     Attributes:
         count: The number of rows.
-        rows: One `Row` for all rows, or, once a row had padding, one for each.
-        columns: Tokens of a row, padding included.
+        rows: One `Row` for all rows or, after a row had padding, one for each row.
+        columns: The number of tokens of a row, including padding.
         real: (rows, columns) bool, on the CPU: where real tokens are in the columns, or in the first of them; further
             columns have no padding. None: no column has any.
-        inner: For each row the padding between its tokens, once it has been counted.
-        turn: Decoded tokens so far; their keys and values go to ranks in turn.
-        order: A number of how rows were reordered and selected so far.
-        running: Whether a forward has begun that has not ended.
+        inner: For each row, the padding between its tokens, if it has been counted.
+        turn: The number of decoded tokens so far; their keys and values go to ranks in turn.
+        order: A number that identifies how rows have been reordered and selected so far.
+        running: Whether a forward has begun and not yet ended.
     """
 
     def __init__(self, sp: SequenceParallel, config: Any) -> None:
@@ -126,7 +129,7 @@ class KeptTokens:
 class Held:
     """The keys and values of one attention on this rank: (rows, kv_heads, capacity, head_dim).
 
-    A window's attention drops the tokens that no later query sees: `first` of this rank's tokens are gone.
+    Attention with a window drops the tokens that no later query sees: the first `first` tokens of this rank are gone.
     """
 
     def __init__(self) -> None:
@@ -137,11 +140,11 @@ class Held:
         """Keep new tokens, and drop those before the positions `lowest` of each row.
 
         Args:
-            k: (rows, new tokens, kv_heads, head_dim), of which a row's first ones are kept.
+            k: (rows, new tokens, kv_heads, head_dim); of each row the first tokens are kept.
             v: Their values.
             before: What was kept before.
-            after: What is kept then.
-            lowest: Of each of `after`, the first position that is still seen.
+            after: What is kept afterwards.
+            lowest: For each of `after`, the first position that is still seen.
         """
         rank = before.sp.rank
         old, new = [row.kept(rank) for row in before.rows], [row.kept(rank) for row in after]
@@ -160,14 +163,14 @@ class Held:
             )
             self.first = first
         for rows, a, b in zip(slices_of(after), old, new, strict=True):
-            skipped = max(0, self.first - a)  # of a long prompt, what no window sees any more
+            skipped = max(0, self.first - a)  # of a long prompt, what no window sees anymore
             if b - a > skipped:
                 place = slice(a + skipped - self.first, b - self.first)
                 self.keys[rows, :, place] = k[rows, skipped : b - a].transpose(1, 2)
                 self.values[rows, :, place] = v[rows, skipped : b - a].transpose(1, 2)
 
     def _moved(self, kept: Tensor, x: Tensor, capacity: int, first: int, count: int) -> Tensor:
-        """Return a buffer for x's heads that has what is kept from this rank's token `first` on."""
+        """Return a buffer for x's heads that holds what is kept from this rank's token `first` on."""
         moved = x.new_empty(x.shape[0], x.shape[2], capacity, x.shape[3])
         if kept.dim() == 4 and count > first:
             moved[:, :, : count - first] = kept[:, :, first - self.first : count - self.first]
@@ -188,14 +191,14 @@ class Held:
 
 
 class Replica:
-    """What a module gave its cache, of all tokens, on every rank: by name (rows, capacity, ...).
+    """What a module gave its cache for all tokens, stored on every rank: by name (rows, capacity, ...).
 
     Args:
-        rate: How many tokens the module compresses into an entry; 0: it compresses none.
+        rate: The number of tokens that the module compresses into an entry; 0: it compresses none.
 
     Attributes:
-        kept: What the module gave, and entries that it has compressed tokens into.
-        first: Of what it gave, the first token that is kept, where not all are.
+        kept: What the module gave, and the entries into which it has compressed tokens.
+        first: The first token whose values are kept, if not all are.
     """
 
     def __init__(self, rate: int = 0) -> None:
@@ -209,7 +212,7 @@ class Replica:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes by which a further token of a row makes it larger."""
+        """The number of bytes that each further token of a row adds."""
         return sum(
             x.element_size() * x.shape[2:].numel() / (self.rate if name[1] == ENTRIES else 1)
             for name, x in self.kept.items()
@@ -217,7 +220,8 @@ class Replica:
         )
 
     def write(self, name: tuple[str, int], x: Tensor, rows: slice, count: int, at: int) -> Tensor:
-        """Keep x (rows, n, ...) of some of `count` rows in the places from `at` on. Return all up to its end."""
+        """Store x (rows, n, ...) for some of `count` rows, at the places from `at` on. Return everything up to its
+        end."""
         end, kept = at + x.shape[1], self.kept.get(name)
         frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
         if kept is None or kept.shape[1] < end or frozen:
@@ -226,11 +230,11 @@ class Replica:
         return self.kept[name][rows, :end]
 
     def drop(self, tokens: Sequence[int], window: int | None) -> None:
-        """Drop what later tokens do not need: keys before a window, and what entries are made of already.
+        """Drop what later tokens do not need: keys before a window, and values already compressed into entries.
 
         Args:
             tokens: How many each row has.
-            window: Tokens that a query sees; None: all.
+            window: The number of tokens that a query sees; None: all.
         """
         compressed = {name for name, number in self.kept if number == ENTRIES}
         for name, number in [*self.kept]:
@@ -247,7 +251,7 @@ class Replica:
 
     @staticmethod
     def _moved(kept: Tensor, places: int) -> Tensor:
-        """Return a buffer with what is kept, for so many places, and a quarter more where it grows."""
+        """Return a buffer for this many places with what is kept. A buffer that grows gets a quarter more."""
         grown = places + places // 4 if kept.shape[1] else places
         moved = kept.new_empty(kept.shape[0], -(-grown // BLOCK) * BLOCK, *kept.shape[2:])
         moved[:, : kept.shape[1]] = kept
@@ -258,13 +262,13 @@ class Replica:
 
 
 class KeptRows:
-    """What a `Replica` has of some rows that have as many tokens: a `gathered_past.Kept`.
+    """What a `Replica` holds for some rows with equally many tokens: a `gathered_past.Kept`.
 
     Args:
-        replica: The module's.
+        replica: The replica of the module.
         rows: Which rows of the batch these are.
         count: How many rows the batch has.
-        before: How many tokens they have.
+        before: How many tokens these rows have.
         new: How many are new.
     """
 
@@ -287,12 +291,12 @@ class KeptRows:
 
 
 class ShardedLayer(CacheLayerMixin):
-    """A layer of a cache in parts. Attention stores what reaches it; `update` stores nothing."""
+    """A layer of a cache in parts. Attention itself stores keys and values; `update` stores nothing."""
 
     def __init__(self, kept: KeptTokens, is_first: bool) -> None:
         super().__init__()
         self.kept, self.is_first, self.is_initialized = kept, is_first, True
-        self.held: list[Held | Replica] = []  # of each attention of the layer, in the order of their calls
+        self.held: list[Held | Replica] = []  # one for each attention of the layer, in call order
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
@@ -328,7 +332,7 @@ class ShardedLayer(CacheLayerMixin):
         self._select(lambda rows: rows.repeat_interleave(repeats))
 
     def _select(self, choose: Callable[[Tensor], Tensor]) -> None:
-        """Keep the rows that a function chooses among the numbers of all rows."""
+        """Keep the rows that a function chooses from the numbers of all rows."""
         if self.held:  # another layer's rows may have changed already
             chosen = choose(torch.arange(max(held.count for held in self.held), device="cpu"))
             for held in self.held:
@@ -350,10 +354,10 @@ def kept_of(cache: object) -> KeptTokens | None:
 
 
 def sharded(cache: Any, config: Any, sp: SequenceParallel) -> KeptTokens:
-    """Return what ranks keep in a cache, whose layers are replaced where it is still empty.
+    """Return what ranks keep in a cache. If the cache is still empty, its layers are replaced first.
 
     Raises:
-        InputError: It is of another kind, was filled by one rank, or by ranks of another SequenceParallel.
+        InputError: The cache is of another kind, or was filled by one rank or by ranks of another SequenceParallel.
     """
     if (kept := kept_of(cache)) is not None:
         if kept.sp is not sp:

@@ -1,9 +1,9 @@
 """A forward with a cache in parts: a prompt, a further prompt, or a decode step.
 
-The tokens of a prompt are sharded as an evaluation batch is. They attend to one another by the configured schedule, and
-to what the ranks have kept by a ring over all of them, in which queries or keys travel; the two results are merged.
-In a decode step all ranks compute the one new token of each row, and attend to their own part of the cache. Layers that
-gather keys go on with what was gathered before, which every rank has.
+The tokens of a prompt are sharded as an evaluation batch is. They attend to one another with the configured schedule.
+They attend to what the ranks have kept with a ring over all of these ranks, in which queries or keys travel. The two
+results are merged. In a decode step all ranks compute the one new token of each row, and each attends to its own part
+of the cache. Layers that gather keys continue from what was gathered before, which every rank has.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class CachedForward:
 
     Attributes:
         cache: The cache.
-        kept: What the ranks had kept before it, until `end`.
+        kept: What the ranks had kept before this forward, until `end`.
         count: The number of rows.
-        columns: Tokens of a row.
-        positions: (rows, `tokens`) int64, or (axes, rows, `tokens`): the whole position_ids.
-        new: For each of `rows`, how many of these are real.
+        columns: The number of tokens of a row.
+        positions: The whole position_ids, (rows, `tokens`) int64 or (axes, rows, `tokens`).
+        new: For each of `rows`, how many of these tokens are real.
         real: (rows, columns) bool, on the CPU: where real tokens are in the columns so far, or in the first of them;
             further columns have no padding. None: no column has any.
-        places: (rows, columns) int64: the number of each token among a row's real ones, -1 for padding. None: there is
-            no padding.
-        rows: What the ranks keep after it, from `begin` on.
-        shards: Each SP rank's runs of the tokens, which are `tokens` a row; () in a decode step.
+        places: (rows, columns) int64: the index of each token among the row's real tokens, -1 for padding. None: there
+            is no padding.
+        rows: What the ranks keep after this forward, from `begin` on.
+        shards: Each SP rank's runs of the `tokens` tokens of a row; () in a decode step.
         layout: The layout of these tokens; None: they are shared equally.
     """
 
@@ -76,10 +76,10 @@ class CachedForward:
     rows: tuple[Row, ...] = ()
     shards: tuple[Runs, ...] = ()
     layout: BatchLayout | None = None
-    order: Tensor | None = None  # (rows, tokens): with padding, of each token that is computed its column
+    order: Tensor | None = None  # (rows, tokens): with padding, the column of each computed token
     logits: tuple[int, ...] | None = None  # the columns that get logits; None: all
-    calls: Counter[int] = dataclasses.field(default_factory=Counter)  # of each layer's attentions so far
-    made: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what all layers of one mask share
+    calls: Counter[int] = dataclasses.field(default_factory=Counter)  # calls of each layer's attentions so far
+    made: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what all layers with the same mask share
 
     @property
     def is_decode(self) -> bool:
@@ -87,11 +87,13 @@ class CachedForward:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row that are computed: those of the longest one, and so many that each rank has some."""
+        """The number of tokens of a row that are computed: those of the longest row, but at least enough for each rank
+        to have some."""
         return self.columns if self.places is None else max(self.kept.sp.multiple, *self.new)
 
     def held_columns(self) -> Tensor:
-        """Return the columns of this rank's tokens, counted from the first ever: (rows or 1, local tokens)."""
+        """Return the columns of this rank's tokens, counted from the first token of the cache: (rows or 1, local
+        tokens)."""
         held = self.kept.sp.sharding.held(self.tokens, self.layout, self.kept.sp.rank)
         return self.kept.columns + (held[None] if self.order is None else self.order[:, held])
 
@@ -103,16 +105,16 @@ class CachedForward:
     # ---- outputs
 
     def picked(self, columns: Sequence[int]) -> tuple[int, ...]:
-        """Return the numbers, without padding, of the tokens that some row has in these columns."""
+        """Return the indices, without padding, of the tokens that some row has in these columns."""
         if self.places is None:
             return tuple(columns)
         return tuple(place for place in self.places[:, list(columns)].unique().tolist() if place >= 0) or (0,)
 
     def with_padding(self, x: Tensor, columns: Sequence[int] | None = None) -> Tensor:
-        """Return an output with its padding, which is 0.
+        """Return an output with its padding restored as 0.
 
         Args:
-            x: (rows, tokens, ...), whole; with `columns` of the tokens that `picked` returns.
+            x: (rows, tokens, ...), whole; if `columns` is given, for the tokens that `picked` returns.
             columns: The columns that the output has; None: all.
         """
         if self.places is None:
@@ -129,7 +131,7 @@ class CachedForward:
     # ---- what is kept
 
     def begin(self, layout: BatchLayout | None = None) -> None:
-        """Decide which rank keeps which of the tokens, given their layout."""
+        """Decide which rank keeps which tokens, given their layout."""
         sp, kept = self.kept.sp, self.kept
         runs: tuple[Runs, ...] = tuple((Run(0, 1, 1),) * (rank == kept.turn % sp.size) for rank in range(sp.size))
         if not self.is_decode:
@@ -141,7 +143,7 @@ class CachedForward:
         self.rows = tuple(row.with_new(runs, count) for row, count in zip(before, self.new, strict=True))
 
     def end(self) -> None:
-        """Take the forward's tokens as kept."""
+        """Count the forward's tokens as kept."""
         kept = self.kept
         kept.rows, kept.columns, kept.count, kept.running = self.rows, kept.columns + self.columns, self.count, False
         kept.turn, kept.real = kept.turn + self.is_decode, self.real
@@ -168,16 +170,16 @@ class CachedForward:
         chunk: int | None,
         masks: Sequence[Mask] = (),
     ) -> Tensor:
-        """Compute one attention of a layer, and keep its keys and values.
+        """Compute one attention of a layer and keep its keys and values.
 
         Args:
             layer: The number of the layer.
-            q: (rows, tokens, heads, head_dim): this rank's, or in a decode step the new one.
+            q: (rows, tokens, heads, head_dim): this rank's tokens, or in a decode step the new token.
             k: As q, with kv_heads.
             v: As k.
-            options: The mask has the layer's window at most.
-            chunk: The length of chunks that see only themselves; None: there are none.
-            masks: That of each row's new tokens among one another, where these have blocks.
+            options: The options of attention; its mask has at most the layer's window.
+            chunk: The length of chunks that see only themselves; None: no chunks.
+            masks: The mask of each row's new tokens among one another, if it has blocks.
         """
         given = self._held(layer, Held), q, k, v, options, chunk
         with torch.no_grad():
@@ -187,7 +189,7 @@ class CachedForward:
         return _WithoutGradient.apply(out, q, k, v)
 
     def _held(self, layer: int, make: Callable[[], Any]) -> Any:
-        """Return what is kept of the layer's next attention."""
+        """Return what is kept for the layer's next attention."""
         held, number = self.cache.layers[layer].held, self.calls[layer]
         self.calls[layer] += 1
         if number == len(held):
@@ -195,7 +197,7 @@ class CachedForward:
         return held[number]
 
     def gathered(self, call: Pieces, of_ranks: Sequence[Sequence[Piece]] = (), gather: Gather = list) -> Any:
-        """Run a module that gathers keys, and keep what it gathers.
+        """Run a module that gathers keys and keep what it gathers.
 
         Args:
             call: The module's call, with this rank's tokens, or in a decode step the new ones.
@@ -217,7 +219,8 @@ class CachedForward:
         return output
 
     def selected(self, call: Pieces, of_ranks: Sequence[Sequence[Piece]] = ()) -> Any:
-        """Run a module that picks latents by an index. Each rank keeps latents and index keys of its own tokens.
+        """Run a module that selects latents with an index. Each rank keeps the latents and index keys of its own
+        tokens.
 
         Args:
             call: As for `gathered`.
@@ -255,18 +258,18 @@ class CachedForward:
         return output
 
     def _pieces(self, of_ranks: Sequence[Sequence[Piece]], row: Row) -> list[Piece]:
-        """Return this rank's pieces, behind what a row has."""
+        """Return this rank's pieces, which follow the tokens that a row has."""
         return [piece._replace(start=piece.start + row.tokens) for piece in of_ranks[self.kept.sp.rank]]
 
     def _segments(self, row: Row) -> Segments:
-        """Return the segments of what a row has and of the new tokens."""
+        """Return the segments of a row's earlier tokens and of its new ones."""
         if row not in self.made:
             whole = row.with_new(self.shards, self.tokens)
             self.made[row] = segments_of(UnevenShards([_apart(runs) for runs in whole.runs]), (), None)
         return self.made[row]
 
     def _by_row(self, call: Pieces, run: Callable[[Pieces, slice, Row], Any], fill: int | None = None) -> Any:
-        """Run a module on all rows at once where they have as many tokens, else on one after the other."""
+        """Run a module on all rows at once if they have equally many tokens, otherwise row by row."""
         before = self.kept.rows
 
         def run_all() -> Any:
@@ -326,10 +329,10 @@ class CachedForward:
     def _among_new(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None, masks: Sequence[Mask]
     ) -> Any:
-        """Compute attention of the new tokens to one another, and its lse where there are earlier ones."""
+        """Compute attention among the new tokens, and its lse if there are earlier tokens."""
         kept, shards = self.kept, self.layout.shards if self.layout is not None else None
         options = options._replace(lse=kept.columns > 0, shards=shards)
-        if chunk is not None:  # each row's chunks may begin elsewhere
+        if chunk is not None:  # each row's chunks may begin at a different position
             starts = [row.tokens % chunk for row in kept.rows]
             masks = [Mask(documents=(0, *range(chunk - start, self.tokens, chunk))) for start in starts]
         masks = masks or [options.mask]
@@ -342,7 +345,8 @@ class CachedForward:
         return tuple(map(torch.cat, zip(*parts, strict=True))) if options.lse else torch.cat(parts)
 
     def _to_kept(self, row: Row, first: int, window: int | None, chunk: int | None) -> tuple[Mask, UnevenShards]:
-        """Return the mask and the shards of attention to what is kept from position `first` on, counted from there."""
+        """Return the mask and the shards for attention to what is kept from position `first` on, with positions counted
+        from there."""
         key = row, window, chunk
         if key not in self.made:
             start, kept = row.tokens - first, row.kept_from(first)
@@ -355,7 +359,7 @@ class CachedForward:
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """The identity on attention's output, which refuses a gradient: none would reach what was kept."""
+    """The identity on attention's output, which refuses gradients, since none would reach what was kept."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
@@ -392,17 +396,17 @@ def cached_forward(
     checks: ValueChecks,
     table: Mapping[str, InputSpec],
 ) -> tuple[CachedForward, dict[str, Any]]:
-    """Read what a forward with a cache is. It does not communicate.
+    """Read a forward with a cache from its arguments, without communication.
 
-    In a decode step whose mask is on a device the host does not wait for it: the new tokens are taken for none of
-    padding, which is checked later.
+    If the mask of a decode step is on a device, the host does not wait for it: it assumes that no new token is padding,
+    which is checked later.
 
     Args:
         sp: The SequenceParallel of the model.
-        config: The model's.
-        facts: The model's.
+        config: The model's config.
+        facts: The model's facts.
         inputs: The forward's arguments by name.
-        checks: Of the call's values.
+        checks: The checks of the call's values.
         table: How ranks share each argument.
 
     Returns:
@@ -467,29 +471,29 @@ def cached_forward(
 
 
 def has_cache(inputs: Mapping[str, Any]) -> bool:
-    """Return whether the arguments of a forward have a cache, or ask for one."""
+    """Return whether the arguments of a forward contain or request a cache."""
     given = inputs.get("past_key_values"), inputs.get("cache_params")
     return bool(inputs.get("use_cache")) or any(x is not None for x in given)
 
 
 def takes_cache(module: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return whether a forward has a cache, which training takes none of."""
+    """Return whether a forward takes a cache; training forwards do not."""
     return (
         has_cache(inputs) and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
     )
 
 
 def _compacted(x: Tensor, order: Tensor, dim: int) -> Tensor:
-    """Return a tensor (..., rows, columns, ...) with each row's tokens in an order. dim: that of the columns."""
+    """Return a tensor (..., rows, columns, ...) with each row's tokens reordered. dim: The dim of the columns."""
     index = order.to(x.device).view(*[1] * (dim - 1), *order.shape, *[1] * (x.dim() - dim - 1))
     return x.take_along_dim(index, dim)
 
 
 def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int, checks: ValueChecks) -> Tensor | None:
-    """Return which tokens so far are none of padding, as `CachedForward.real`; None: all of them.
+    """Return which tokens so far are not padding, as in `CachedForward.real`; None: all of them.
 
     Raises:
-        InputError: The mask is of another shape, or differs from those of the forwards before.
+        InputError: The mask has another shape, or differs from the masks of earlier forwards.
     """
     wanted = rows, kept.columns + columns
     if mask is None and kept.real is None:
@@ -514,7 +518,7 @@ def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int, checks: V
 
 
 def _to_columns(real: Tensor | None, like: Tensor) -> Tensor:
-    """Return `CachedForward.real` for as many columns as another has."""
+    """Return `CachedForward.real` extended to the number of columns of another."""
     if real is None:
         return torch.ones_like(like)
     return functional.pad(real, (0, like.shape[1] - real.shape[1]), value=True)
@@ -531,7 +535,8 @@ def _padding_error(wrong: list[int]) -> InputError | None:
 
 
 def _check_inner_padding(kept: KeptTokens, real: Tensor, columns: int, config: Any, facts: Facts) -> None:
-    """Refuse padding between tokens of a row where windows or chunks are shorter: models count it in their lengths."""
+    """Refuse padding between tokens of a row if windows or chunks are shorter than the row, since models count the
+    padding in their lengths."""
     whole = kept.columns + columns
     shortest = min((getattr(text_config(config), name, None) or whole for _, name in facts.masks), default=whole)
     if shortest >= whole:
@@ -549,7 +554,7 @@ def _check_inner_padding(kept: KeptTokens, real: Tensor, columns: int, config: A
 
 
 def _inner_padding(real: Tensor) -> list[int]:
-    """Return how many columns of padding are between the tokens of each row."""
+    """Return the number of padding columns between the tokens of each row."""
     places = torch.arange(real.shape[1], device="cpu").expand_as(real)
     first, last = places.masked_fill(~real, real.shape[1]).amin(1), places.masked_fill(~real, -1).amax(1)
     return (last + 1 - first - real.sum(1)).clamp(min=0).tolist()

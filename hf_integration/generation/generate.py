@@ -1,7 +1,7 @@
-"""`generate` of a patched model: the ranks of a sequence call it alike, and all of them get the same tokens.
+"""`generate` of a patched model: the ranks of a sequence call it with the same arguments and get the same tokens.
 
-transformers' own loop runs on every rank, and its forwards share the sequence. Around it ranks agree on prompts and
-settings, once, and draw the same random numbers.
+transformers' own loop runs on every rank, and its forwards share the sequence. Before it, ranks agree once on prompts
+and settings; during it, they draw the same random numbers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..inputs import MEDIA, by_row
 from ..module_patch import override
 from . import zero
 
-MOST = 16_384  # tokens of a prompt that a rank computes in one forward, unless the user says otherwise
-# what error messages call what ranks compare, and the call
+MOST = 16_384  # tokens of a prompt that a rank computes in one forward, unless the user sets another number
+# the names, in error messages, of what ranks compare and of the call
 NAME = "arguments of generate"
 CALL = (
     f"generate of a model that shares sequences (call it {ALL}, or on one alone in "
@@ -45,12 +45,12 @@ CALL = (
 ALONE = "generate on each rank by itself in hf_integration.whole_sequences(model)"
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 TOKENS = ("inputs", "input_ids", "inputs_embeds")
-# arguments that are not compared: they may differ, or what is made of them is compared
+# arguments that are not compared: they may differ, or what is made from them is compared
 UNCOMPARED = ("generation_config", "streamer", "tokenizer", "trust_remote_code")
 
 
 def install(model: Any) -> None:
-    """Let a patched model generate with all ranks of a sequence, unless the object has a `generate` of its own."""
+    """Make a patched model generate with all ranks of a sequence, unless the object has its own `generate`."""
     if model.can_generate():
         for method in METHODS:
             if method.__name__ not in vars(model):
@@ -58,7 +58,7 @@ def install(model: Any) -> None:
 
 
 def _sharing(model: Any) -> SequenceParallel | None:
-    """Return the SequenceParallel whose ranks generate together; None where each rank generates alone."""
+    """Return the SequenceParallel whose ranks generate together; None if each rank generates alone."""
     patch = patch_of(model)
     return None if patch is None or patch.whole or patch.sp.size == 1 else patch.sp
 
@@ -66,19 +66,20 @@ def _sharing(model: Any) -> SequenceParallel | None:
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate as the model's class does, with all ranks that share the sequence.
 
-    Collective over these ranks; over all ranks where they fetch parameters from one another (ZeRO-3, FSDP). Inside
+    Collective over these ranks, or over all ranks if they fetch parameters from one another (ZeRO-3, FSDP). Inside
     `whole_sequences` each rank generates alone.
 
     Args:
-        *args: As for transformers' `generate`, the same on all ranks of the sequence. A streamer may be on one alone.
+        *args: As for transformers' `generate`, the same on all ranks of the sequence. Only a streamer may be given on
+        one rank alone.
         **kwargs: The same.
 
     Returns:
         What transformers' `generate` returns, the same on all ranks. A cache in it has this rank's part of the keys.
 
     Raises:
-        ConfigError, InputError, DisagreementError: The arguments differ between ranks, or ask for what ranks cannot
-            share; on all ranks.
+        ConfigError, InputError, DisagreementError: The arguments differ between ranks, or request something that ranks
+        cannot share. Raised on all ranks.
     """
     plain: Any = type(self).generate
     if (sp := _sharing(self)) is None:
@@ -92,7 +93,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse continuous batching, also of `generate_batch`, unless each rank generates alone."""
+    """Refuse continuous batching, including `generate_batch`, unless each rank generates alone."""
     if _sharing(self) is not None:
         raise ConfigError(f"a model that shares sequences needs generate; got continuous batching, {ALONE}")
     return type(self).init_continuous_batching(self, *args, **kwargs)
@@ -108,10 +109,10 @@ def _agreed(
 
     Args:
         given: The arguments by name.
-        named: The names that transformers' `generate` has in its signature.
+        named: The names in the signature of transformers' `generate`.
 
     Returns:
-        (the arguments for transformers; a context that has the parameters).
+        (the arguments for transformers; a context in which the parameters are available).
     """
     parameters, fields, error = zero.split_parameters(model), None, None
     config: Any = None
@@ -154,9 +155,9 @@ def _agreed(
 
 
 def _misuse(given: Mapping[str, Any], config: Any, taken: Collection[str]) -> str:
-    """Return "NEEDED; got GIVEN" for an argument with which ranks cannot share a generation; "" where there is none.
+    """Return "NEEDED; got GIVEN" for an argument that prevents ranks from sharing a generation; "" if there is none.
 
-    taken: The names of tensors that it may have.
+    taken: The names of the tensors that may be given.
     """
     mode, cache = config.get_generation_mode(given.get("assistant_model")), given.get("past_key_values")
     others = [
@@ -187,7 +188,7 @@ def _misuse(given: Mapping[str, Any], config: Any, taken: Collection[str]) -> st
 
 
 def _ends_in_padding(given: Mapping[str, Any], config: Any) -> bool:
-    """Return whether a prompt ends in padding, which transformers finds in this way too."""
+    """Return whether a prompt ends in padding, by the same test as transformers."""
     mask, ids = given.get("attention_mask"), next((given[x] for x in TOKENS if given.get(x) is not None), None)
     if mask is None and isinstance(ids, Tensor):
         specials = (() if x is None else x for x in (config.pad_token_id, config.eos_token_id))
@@ -197,8 +198,8 @@ def _ends_in_padding(given: Mapping[str, Any], config: Any) -> bool:
 
 
 def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:
-    """Return what ranks compare of a generation: its settings, its prompts, and arguments as far as they can be told
-    apart."""
+    """Return what ranks compare for a generation: settings, prompts, and other arguments as far as they can be
+    compared."""
     checks = ValueChecks()
     checks.compare({"input_ids" if name == "inputs" else name: x for name, x in given.items()})
     checks.compare(by_row(given, MEDIA))  # of which transformers may make features before a forward
@@ -211,7 +212,7 @@ def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:
 
 
 def _described(x: Any, depth: int = 1) -> Any:
-    """Return what is known of an argument: its value; of an object its type and its plain attributes."""
+    """Return a description of an argument: its value, or for an object its type and its plain attributes."""
     if isinstance(x, Tensor):
         return fingerprint_of(x)
     if isinstance(x, list | tuple):
@@ -231,7 +232,7 @@ def _advice(by_rank: Mapping[int, Fields]) -> str:
 
 
 def _set(given: dict[str, Any], name: str, value: object) -> None:
-    """Set what the generation config says in a generation."""
+    """Set an argument of a generation, in its generation config unless it is given by name or there is no config."""
     if name not in given and given.get("generation_config") is not None:
         given["generation_config"] = copy.deepcopy(given["generation_config"])
         setattr(given["generation_config"], name, value)
@@ -240,7 +241,7 @@ def _set(given: dict[str, Any], name: str, value: object) -> None:
 
 
 class _AsOne(StoppingCriteria):
-    """A limit of time that all ranks of a sequence reach in the same step: that in which the first of them does."""
+    """A time limit that all ranks of a sequence reach in the same step, as soon as the first rank does."""
 
     def __init__(self, sp: SequenceParallel, limit: MaxTimeCriteria) -> None:
         self.sp, self.limit = sp, limit
@@ -252,7 +253,7 @@ class _AsOne(StoppingCriteria):
 
 
 def _share_clock(sp: SequenceParallel, given: dict[str, Any], config: Any) -> None:
-    """Let all ranks stop in the same step where a generation may take a limited time."""
+    """Make all ranks stop in the same step if a generation has a time limit."""
     criteria = [_AsOne(sp, x) if isinstance(x, MaxTimeCriteria) else x for x in given.get("stopping_criteria") or ()]
     if config.max_time is not None:
         criteria.append(_AsOne(sp, MaxTimeCriteria(config.max_time)))
@@ -276,9 +277,8 @@ def _chunk(sp: SequenceParallel, given: Mapping[str, Any], config: Any) -> int |
 
 
 def _in_step(sp: SequenceParallel, length: int, chunk: int | None, has_media: bool) -> int | None:
-    """Return a chunk with which the prompts of all groups of ranks need the same number of forwards.
-
-    In these they fetch parameters from one another. It is the least number that all of their lengths can be cut into.
+    """Return a chunk size with which the prompts of all groups need the same number of forwards, since ranks fetch
+    parameters from one another in each. That number is the smallest into which all of their lengths can be cut.
     """
     count, most, error = -(-length // chunk) if chunk else 1, 0, None
     while True:
@@ -301,7 +301,7 @@ def _in_step(sp: SequenceParallel, length: int, chunk: int | None, has_media: bo
 
 @contextlib.contextmanager
 def _without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Context manager in which no layer is checkpointed: in training mode it would forget the cache."""
+    """Context manager in which no layer is checkpointed: in training mode a checkpointed layer would drop the cache."""
     layers: list[Any] = [x for x in model.modules() if x.training and getattr(x, "gradient_checkpointing", False)]
     for layer in layers:
         layer.gradient_checkpointing = False
@@ -316,7 +316,7 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
 def _numbers_of_first_rank(sp: SequenceParallel) -> Iterator[None]:
     """Context manager in which torch draws the random numbers of the sequence's first rank.
 
-    Ranks that would have drawn the same have drawn them afterwards; the others draw their own again.
+    Afterwards, ranks that had the same random state have advanced with it; the others return to their own.
     """
     own = torch_states(sp.device)
     states = all_gather_objects(sp.groups.control, ("random numbers of a generation", own))

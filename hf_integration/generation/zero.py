@@ -1,4 +1,4 @@
-"""The parameters of a model that generates under ZeRO-3, of which each rank holds a part."""
+"""The parameters of a model that generates under ZeRO-3, where each rank holds a part of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ds_seqpar.base.log import log_once
 
 from ..compat import ZERO_ID, has_zero_hooks, is_fetching, is_missing, whole_numel, without_zero_hooks
 
-SHARE = 0.5  # of the free memory, for gathered parameters: the forwards and the cache need the rest
+SHARE = 0.5  # share of free memory for gathered parameters; the forwards and the cache need the rest
 
 
 def split_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that forwards of a model fetch from other ranks and drop again."""
+    """Return the parameters that a model's forward fetches from other ranks and then drops."""
     parameters = [x for x in model.parameters() if hasattr(x, ZERO_ID)]
     return parameters if has_zero_hooks(model) or any(map(is_missing, parameters)) else []
 
@@ -30,7 +30,7 @@ def fits(parameters: Sequence[nn.Parameter], device: torch.device) -> bool:
 
 
 def _free(device: torch.device) -> int:
-    """Return the free memory of this rank in bytes."""
+    """Return this rank's free memory in bytes."""
     if device.type == "cpu":
         return psutil.virtual_memory().available // ranks_per_node(1)
     memory = torch.get_device_module(device)
@@ -39,11 +39,12 @@ def _free(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def parameters_of(model: nn.Module, parameters: Sequence[nn.Parameter], gather: bool) -> Iterator[None]:
-    """Context manager in which a model generates with these parameters, split by ZeRO-3.
+    """Context manager in which a model generates with these parameters, which ZeRO-3 has split.
 
     Args:
         parameters: From `split_parameters`.
-        gather: Whether to gather them now, once; else each forward fetches them. The same on all ranks of the world.
+        gather: Whether to gather them once, now; otherwise each forward fetches them. Must be equal on all ranks of the
+        world.
     """
     if not parameters or not gather:
         if parameters:

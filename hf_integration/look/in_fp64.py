@@ -1,4 +1,4 @@
-"""Models in fp64 throughout, also where their code casts to fp32: how far fp32 is from it is what rounding makes."""
+"""Models in fp64 throughout, even if their code casts to fp32. The difference between fp32 and this is rounding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 
 class InFP64(TorchFunctionMode):
-    """Context manager in which what asks for fp32 gets fp64."""
+    """Context manager in which code that requests fp32 gets fp64."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -26,6 +26,6 @@ class InFP64(TorchFunctionMode):
 
 
 def fp64(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model in fp64, without the kernels of experts that know only fp32."""
+    """Return a model in fp64, without expert kernels that support only fp32."""
     model.set_experts_implementation("eager")
     return model.double()

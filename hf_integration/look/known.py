@@ -1,4 +1,4 @@
-"""Which models are known: those of tested families by a table, all others by a look at them."""
+"""Which models are known: tested families from a table, all others from a look at them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _seen: WeakKeyDictionary[nn.Module, Facts] = WeakKeyDictionary()
 
 
 def facts_of(model: PreTrainedModel) -> Facts:
-    """Return the facts of a model: recorded, or else from a look at it.
+    """Return the facts of a model: the recorded ones, or those that a look at it finds.
 
     Raises:
         ConfigError: The model cannot be patched.
@@ -34,7 +34,7 @@ def facts_of(model: PreTrainedModel) -> Facts:
 
 
 def is_tested(model: PreTrainedModel) -> bool:
-    """Return whether a model is of a tested family, with nothing of a user's own in its base model."""
+    """Return whether a model belongs to a tested family and its base model contains no user code."""
     release = ".".join(transformers.__version__.split(".")[:2])
     if model.config.model_type not in TESTED or release not in VERSIONS:
         return False
@@ -44,7 +44,7 @@ def is_tested(model: PreTrainedModel) -> bool:
 
 
 def _is_as_tested(module: nn.Module) -> bool:
-    """Return whether nothing of a user's own is in a module: class, forward or hooks."""
+    """Return whether a module contains no user code: neither class, forward nor hooks."""
     own = vars(module).get("forward")
     if own is not None and not is_of_library(own):
         return False
@@ -54,8 +54,8 @@ def _is_as_tested(module: nn.Module) -> bool:
 
 
 def is_known(model: PreTrainedModel) -> bool:
-    """Return whether a model's attention can be patched, and does not call sp.attention itself, as far as is known."""
-    attention = ALL_ATTENTION_FUNCTIONS.get(attention_name(model.config))  # None: that of the model's file
+    """Return whether, as far as is known, a model's attention can be patched and does not call sp.attention itself."""
+    attention = ALL_ATTENTION_FUNCTIONS.get(attention_name(model.config))  # None: the function in the model's file
     if is_tested(model) or not is_of_library(type(model)) or not (attention is None or is_of_library(attention)):
         return is_tested(model)
     try:
@@ -66,19 +66,19 @@ def is_known(model: PreTrainedModel) -> bool:
 
 
 def heads(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the numbers of heads of a transformers model.
+    """Return the number of heads of a transformers model.
 
     Args:
-        model: A causal model, also inside a peft model; of anything else with a config, what that says.
+        model: A causal model, possibly inside a peft model. For anything else that has a config, the config is used.
 
     Returns:
-        (query heads, key/value heads); where layers differ, the fewest of each.
+        (query heads, key/value heads); if layers differ, the smallest number of each.
     """
     return tuple(map(min, zip(*heads_by_layer(model), strict=True)))
 
 
 def heads_by_layer(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
-    """Return the different (query heads, key/value heads) that layers of a model have."""
+    """Return the distinct (query heads, key/value heads) among a model's layers."""
     inner = unwrapped(model)
     return (isinstance(inner, PreTrainedModel) and facts_of(inner).heads) or (config_heads(inner.config),)
 

@@ -1,8 +1,8 @@
-"""What a model does to tokens, seen in forwards of a small copy: where it attends, with what, and what else it mixes.
-
-The copy's attention is a function of ours. In some forwards it is softmax attention, in others each token attends to
-itself alone. Then a token must get the same whichever other tokens are there, since a rank computes its own tokens, and
-attention brings all that they need of others. A module that breaks this is named.
+"""What a model does to tokens, observed in forwards of a small copy: where it attends, with what, and what else it
+mixes. The copy's attention is a function of ours. In some forwards it is softmax attention; in others each token
+attends only to itself. In the latter a token's result must not depend on which other tokens are present: a rank
+computes only its own tokens, and attention brings all that they need from others. A module that breaks this rule is
+named.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from .facts import LENGTHS, Facts, config_heads, kind_of_layer, masks, starred, 
 from .small import call, parameters_of, small_copy, takes, tokens_for
 
 LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
-PROBE = "sequence_parallel"  # the keyword by which a patched model passes on what a forward is
+PROBE = "sequence_parallel"  # the keyword with which a patched model passes on the context of a forward
 ROWS = 2
 TOKENS = 23  # no size of a model is likely to be this
 SHARD = (1, 4, 5, 9, 10, 11, 16, 17, 18, 20, 22)  # tokens of a rank: not the first, and at irregular distances
 PIECES = (Piece(0, 9, 0, 0), Piece(9, 1, 9, 0), Piece(10, TOKENS - 10, 10, 0))
 TOLERANCE = 1e-4
-REPEATED = 16  # forwards that show what chance changes
+REPEATED = 16  # forwards that show what is random
 LOWEST = torch.finfo(torch.float32).min
 UNDERSTOOD = {"dropout", "scaling", "softcap", "s_aux", "sliding_window", "position_ids", "cache_position", PROBE}
 OWN_MODEL = "call sp.attention from a model of your own (docs/models.md)"
@@ -60,11 +60,11 @@ def look(model: PreTrainedModel) -> Facts:
             device.
 
     Returns:
-        What a patch must know of it.
+        What a patch must know about it.
 
     Raises:
-        ConfigError: The model does what ranks that share a sequence cannot do. The sentence says what, where, and what
-            to do.
+        ConfigError: The model does what ranks that share a sequence cannot do. The message says what, where, and what
+        to do.
     """
     small, not_small = small_copy(model)
     gathered: dict[str, nn.Module] = {}
@@ -86,7 +86,7 @@ def look(model: PreTrainedModel) -> Facts:
 def _look(
     model: PreTrainedModel, small: Any, not_small: tuple[str, ...], gathered: dict[str, nn.Module], indexed: bool
 ) -> Facts:
-    """Return a model's facts, in which these modules of its small copy gather keys."""
+    """Return a model's facts, given that these modules of its small copy gather keys."""
     watch = Watch(small, gathered)
     ids, positions = tokens_for(small.config, ROWS, TOKENS), torch.arange(TOKENS).expand(ROWS, -1)
     plain, *others = _forwards(watch, ids)
@@ -139,7 +139,7 @@ class Call:
     keywords: dict[str, Any]
 
     def inputs(self) -> list[Tensor]:
-        """Return what a token attends with: its query, key and value, and the settings, one for each token."""
+        """Return what each token attends with: its query, key and value, and the settings."""
         settings = [self.keywords.get(name) for name in ("scaling", "softcap", "s_aux")]
         tokens = self.q.shape[2]
         each = [torch.as_tensor(x).float().flatten().expand(tokens, -1) for x in settings if x is not None]
@@ -148,9 +148,8 @@ class Call:
 
 @dataclasses.dataclass
 class MadeMask:
-    """A mask that transformers made for a model, and what its maker called the interface of masks with.
-
-    This is where a mask has a name, and where one that depends on a batch shows, as that of pictures' blocks does.
+    """A mask that transformers made for a model, and the arguments with which its maker called the mask interface.
+    These show the name of the mask, and whether it depends on the batch, as with the blocks of pictures.
     """
 
     mask: Tensor
@@ -168,35 +167,35 @@ class Seen:
     masks: list[MadeMask] = dataclasses.field(default_factory=list)
     # (module, its n-th call, whether it is what the module returned) -> tensors, in the order in which they were seen
     events: dict[tuple[str, int, bool], list[Tensor]] = dataclasses.field(default_factory=dict)
-    probes: list[object] = dataclasses.field(default_factory=list)  # what mixers got as the keyword PROBE
-    mixed: dict[str, int] = dataclasses.field(default_factory=dict)  # mixers that ran -> heads of states, 0 without
+    probes: list[object] = dataclasses.field(default_factory=list)  # what mixers were given as the keyword PROBE
+    mixed: dict[str, int] = dataclasses.field(default_factory=dict)  # mixers that ran -> heads of states, 0 if none
     gathered: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)  # modules that gather -> their masks
-    counts: Counter[tuple[str, bool]] = dataclasses.field(default_factory=Counter)  # of events of a module
+    counts: Counter[tuple[str, bool]] = dataclasses.field(default_factory=Counter)  # counts of a module's events
 
     def states(self, base: str) -> Tensor:
         """Return the hidden states that the base model returned."""
         return next(x for x in self.events[base, 0, True] if x.dim() == 3)
 
     def result(self, base: str) -> list[Tensor]:
-        """Return all on which a rank's outcome depends: the outputs, and what attention gets."""
+        """Return everything on which a rank's outcome depends: the outputs and the inputs of attention."""
         attention = [x for one in self.calls for x in one.inputs()]
         return [self.states(base), *(x for x in tensors_in(self.output) if x.dim() == 3), *attention]
 
 
 class Watch:
-    """Runs forwards of a small copy and keeps what its modules and its attention got.
+    """Runs forwards of a small copy and records the inputs of its modules and its attention.
 
     Args:
         small: The copy.
-        gathered: Modules by name whose attention is their own.
+        gathered: Modules with their own attention, by name.
     """
 
     def __init__(self, small: Any, gathered: Mapping[str, nn.Module] = types.MappingProxyType({})) -> None:
         AttentionInterface.register(LOOK, _attention)
         AttentionMaskInterface.register(LOOK, _mask)
         switch_attention(small, LOOK)
-        self.gathered, self.pieced = gathered, dict[str, int | None]()  # those that go on with a cache: their windows
-        self.selecting: list[nn.Module] = []  # of them, those that run at once
+        self.gathered, self.pieced = gathered, dict[str, int | None]()  # ones that continue from a cache: their windows
+        self.selecting: list[nn.Module] = []  # those of them that run at once
         self.small, self.base, self.alone, self.seen = small, small, False, Seen()
         self.names = {module: name for name, module in small.named_modules()}
 
@@ -204,7 +203,7 @@ class Watch:
         """Call the copy.
 
         Args:
-            alone: Whether each token attends to itself alone.
+            alone: Whether each token attends only to itself.
             positions: The position_ids of the module that heads call, whether or not heads pass them on.
         """
         self.alone, self.seen = alone, Seen()
@@ -275,11 +274,11 @@ class Watch:
         self.seen.events[name, count, is_output] = kept
 
 
-_watch: ContextVar[Watch] = ContextVar("hf_integration_look")  # of the forward of a small copy
+_watch: ContextVar[Watch] = ContextVar("hf_integration_look")  # the Watch of a small copy's forward
 
 
 def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **given: Any) -> Tensor:
-    """transformers' mask interface: make the mask of eager attention, and keep it."""
+    """transformers' mask interface: make the mask for eager attention and record it."""
     mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"](mask_function=mask_function, **given)
     seen = _watch.get().seen
     seen.masks.append(MadeMask(mask, mask_function, local_size, len(seen.events)))
@@ -310,7 +309,7 @@ def _attention(
 
 @dataclasses.dataclass
 class _Engine:
-    """Runs a mixer's layers as they are, or over each token alone."""
+    """Runs a mixer's layers unchanged, or on each token alone."""
 
     watch: Watch
     name: str
@@ -347,8 +346,8 @@ def _refuse(found: str, advice: str = OWN_MODEL, module: str = "", indexed: bool
     Args:
         found: What a look found.
         advice: What to do.
-        module: The name of the module that may gather keys instead; "" where none may.
-        indexed: Whether that one attends by an index.
+        module: The name of the module that may gather keys instead; "" if none may.
+        indexed: Whether that module attends by an index.
     """
     error = (_NotUnderstoodError if module else ConfigError)(
         "patch_attention needs a model whose tokens meet in causal attention, or in layers with a state that are "
@@ -360,7 +359,7 @@ def _refuse(found: str, advice: str = OWN_MODEL, module: str = "", indexed: bool
 
 
 def _alike(model: Any, name: str) -> dict[str, nn.Module]:
-    """Return the modules like the one of this name, or the one around it, that takes a cache; {} without."""
+    """Return the modules like the named one, or like the enclosing one that takes a cache; {} if there are none."""
     while name:
         module = model.get_submodule(name)
         if isinstance(module, GradientCheckpointingLayer | PreTrainedModel):
@@ -382,7 +381,7 @@ def _called_base(model: Any, seen: Seen) -> nn.Module:
 
 
 def _stack(model: Any, seen: Seen, base: nn.Module) -> str | None:
-    """Return the name of the innermost model in `base` that is called with embeddings and attends; None for `base`."""
+    """Return the name of the innermost model in `base` that takes embeddings and attends; None for `base` itself."""
     inside, attending = {*base.modules()} - {base}, _attending(model, seen)
     called = dict.fromkeys(name for name, _, is_output in seen.events if not is_output)
     stacks = [
@@ -406,7 +405,8 @@ def _attending(model: Any, seen: Seen) -> set[nn.Module]:
 
 
 def _check_tokens(watch: Watch, ids: Tensor, positions: Tensor | None) -> None:
-    """Refuse a model that gives tokens something else where others are missing, though they attend to none."""
+    """Refuse a model whose results for tokens change if other tokens are missing, although they attend to none of
+    them."""
     shard = list(SHARD)
     whole = watch(ids, alone=True, positions=positions)
     part = watch(ids[:, shard], alone=True, positions=None if positions is None else positions[:, shard])
@@ -424,9 +424,8 @@ def _check_tokens(watch: Watch, ids: Tensor, positions: Tensor | None) -> None:
 
 
 def _check_pieces(watch: Watch, ids: Tensor, facts: Facts, plain: Seen) -> None:
-    """Refuse modules that do not give what they gave where they go on with a cache.
-
-    Ranks would see it too, but not all at the same time.
+    """Refuse modules whose results change if they continue from a cache. Ranks would notice it too, but not all at the
+    same time.
     """
     lengths = [length for _, length in masks(watch.small, facts, "gathered")]
     watch.pieced = dict(zip(watch.gathered, lengths, strict=True))
@@ -441,9 +440,8 @@ def _check_pieces(watch: Watch, ids: Tensor, facts: Facts, plain: Seen) -> None:
 
 
 def _selects(watch: Watch, ids: Tensor, plain: Seen) -> bool:
-    """Return whether modules with latents and an index give what they gave where they run at once.
-
-    Others run in pieces, which is exact too.
+    """Return whether modules with latents and an index give the same results if they run on all tokens at once. Others
+    run in pieces, which is also exact.
     """
     watch.selecting = [*filter(sparse.selects, watch.gathered.values())]
     try:
@@ -462,7 +460,7 @@ def _described(model: Any, name: str) -> str:
 
 
 def _first_difference(whole: Seen, other: Seen) -> str | None:
-    """Return the name of the module that first gives the tokens of a shard something else."""
+    """Return the name of the first module whose results for the tokens of a shard differ."""
     for (name, count, is_output), values in whole.events.items():
         if _differ(values, other.events.get((name, count, is_output), [])):
             return name if is_output else re.sub(r"(^|\.)[^.]*(\.\d+)?$", "", name)
@@ -470,9 +468,8 @@ def _first_difference(whole: Seen, other: Seen) -> str | None:
 
 
 def _differ(whole: list[Tensor], other: list[Tensor]) -> bool:
-    """Return whether tensors of all tokens differ, in those of a shard, from tensors of all tokens or of the shard.
-
-    Those that have no dimension of tokens are of other tokens, as those of experts are.
+    """Return whether tensors of all tokens differ, at the tokens of a shard, from tensors of all tokens or of the
+    shard. Tensors without a token dimension, such as those of experts, belong to other tokens.
     """
     return any(_differs(_of_shard(a), _of_shard(b)) for a, b in zip(whole, other, strict=False) if TOKENS in a.shape)
 
@@ -492,7 +489,7 @@ def _differs(a: Tensor, b: Tensor) -> bool:
 
 
 def _default_positions(watch: Watch, ids: Tensor, positions: Tensor) -> tuple[int, bool]:
-    """Return the position of the first token, and whether padding before it counts, where no position_ids are given."""
+    """Return the position of the first token if no position_ids are given, and whether padding before it counts."""
     length, pad = TOKENS // 4, getattr(text_config(watch.small.config), "pad_token_id", None) or 0
     mask = (positions >= length).long()
     ids = ids.masked_fill(mask == 0, pad)
@@ -505,9 +502,8 @@ def _default_positions(watch: Watch, ids: Tensor, positions: Tensor) -> tuple[in
 
 
 def _sees_no_padding(watch: Watch, ids: Tensor, positions: Tensor) -> bool:
-    """Return whether rows with padding before them get what they get without, with the same position_ids.
-
-    An index may count its blocks from padding on. Ranks count them from a row's first token.
+    """Return whether padding before rows leaves their results unchanged, with the same position_ids. An index may count
+    its blocks from the padding on. Ranks count them from a row's first token.
     """
     length = TOKENS // 4
     plain = watch.states(ids, attention_mask=(torch.arange(TOKENS) >= length).long().expand_as(ids))
@@ -522,7 +518,7 @@ def _sees_no_padding(watch: Watch, ids: Tensor, positions: Tensor) -> bool:
 
 
 def _check_call(one: Call, model: Any) -> None:
-    """Refuse a call of attention with more than our attention computes."""
+    """Refuse a call of attention that requests more than our attention computes."""
     numbers = {name for name, x in one.keywords.items() if isinstance(x, Tensor) or type(x) in (int, float)}
     if strange := sorted(numbers - UNDERSTOOD - parameters_of(model)):
         picked = " of keys that an indexer picks" if any("indices" in name for name in strange) else ""
@@ -546,7 +542,7 @@ def _reaches(watch: Watch, ids: Tensor) -> bool:
 
 
 def _names(base: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the starred names of modules below `base`, with their classes where others have these names too."""
+    """Return the starred names of modules below `base`, with their classes if others share these names."""
     names, classes = {module: name for name, module in base.named_modules()}, dict[str, set[type]]()
     for module, name in names.items():
         classes.setdefault(starred(name), set()).add(type(module))
@@ -568,13 +564,13 @@ def _masks(text: Any, seen: Seen) -> tuple[tuple[str, str], ...]:
 
 
 def _length_of(module: str, mask: Tensor | None, made: MadeMask | None, text: Any) -> str:
-    """Return the setting with the length of a causal mask's window or chunk; "" without.
+    """Return the setting that holds the length of a causal mask's window or chunk; "" if there is none.
 
     Args:
         module: The name of the module that got the mask.
         mask: The mask.
-        made: How transformers made it; None where the model made it itself.
-        text: The config of the text part.
+        made: How transformers made it; None if the model made it itself.
+        text: The config of the model's text part.
     """
     if mask is None:
         _refuse(f"{module}, which gets no mask, so that tokens see later ones", "use a causal model")
@@ -612,7 +608,7 @@ def _visible(mask: Tensor | None, queries: int, keys: int) -> Tensor:
 
 
 def _forwards(watch: Watch, ids: Tensor) -> Iterator[Seen]:
-    """Yield some forwards with other random numbers; one where it draws none."""
+    """Yield several forwards with different random numbers, or one if the model draws none."""
     before = _numbers_to_come()
     yield watch(ids)
     for _ in range(REPEATED if _numbers_to_come() != before else 0):
@@ -620,13 +616,13 @@ def _forwards(watch: Watch, ids: Tensor) -> Iterator[Seen]:
 
 
 def _numbers_to_come() -> tuple:
-    """Return the state of the generators on the host, to compare it."""
+    """Return the state of the host's generators, for comparison."""
     python, (_, words, *others), torchs, _ = random_state()
     return python, words.tobytes(), others, torchs.numpy().tobytes()
 
 
 def _skips(model: PreTrainedModel, ids: Tensor) -> bool:
-    """Return whether chance decides which layers run in training, as far as numbers say by which there is noise."""
+    """Return whether training skips layers at random, as far as the numbers that set noise show."""
     if not any(any(noise_of(x).values()) for x in (*configs_of(model), *model.modules())):
         return False
     watch = Watch(small_copy(model, noise=0.5)[0].train())
@@ -663,7 +659,7 @@ def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
 
 
 def _balances(model: Any, ids: Tensor, labels: Tensor, items: float, **given: Any) -> bool | None:
-    """Return whether a loss has a part that balances experts; None where it is not token losses over `items` else."""
+    """Return whether a loss has a part that balances experts; None if the rest is not token losses over `items`."""
     with torch.no_grad():
         output = call(model, ids, labels=ids, **given)
     part = getattr(output, "aux_loss", None)

@@ -1,4 +1,4 @@
-"""Inputs with pictures, or with sounds, for a small copy: found by the class of input that its forward takes."""
+"""Inputs with pictures or sounds for a small copy, chosen by the class of input that its forward takes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from .look import tensors_in
 from .small import PATCHES, call, parameters_of, tokens_for
 
 Batch = dict[str, Any]
-ROWS = ((), (0,), (1, 0))  # of a batch: the sizes of the pictures in each row
-PLAIN = 5  # tokens of text before each picture, and behind the last one at least
-# inputs that say where patches are
+ROWS = ((), (0,), (1, 0))  # the sizes of the pictures in each row of a batch
+PLAIN = 5  # text tokens before each picture, and at least after the last one
+# inputs that specify where patches are
 SIZED = re.compile(r".*grid_(thw|hws?)|(target|.*merge)_sizes|spatial_shapes|.*position_ids")
-STRIP = "target_sizes"  # of pictures whose patches lie side by side in one picture
+STRIP = "target_sizes"  # for pictures whose patches lie side by side in one picture
 GRIDS = (((4, 4), (4, 8)), ((6, 6), (6, 12)), ((8, 8), (8, 16)))  # two sizes: rows and columns of patches
 WHOLE = ((PATCHES, PATCHES), (PATCHES, PATCHES // 2))
 TILES = ((1, 2), (3, 5), (2, 3))  # two numbers of tiles of a picture
-FRAMES = (200, 400, 80)  # of a sound
+FRAMES = (200, 400, 80)  # the frames of a sound
 
 
 class _Medium(NamedTuple):
     noun: str
-    method: str  # that makes features
+    method: str  # the method that makes features
     tokens: tuple[str, str, str]  # names in a config of those before, in place of and behind features
 
 
@@ -55,12 +55,11 @@ SOUNDS = _Medium(
 
 
 def media_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]] = ROWS) -> tuple[Batch | None, str]:
-    """Make inputs with pictures, or with sounds where a model has no way to make features of pictures.
+    """Make inputs with pictures, or with sounds if a model cannot make features of pictures.
 
     Args:
         model: A small copy.
-        rows: For each row of the batch, for each of its pictures: 0, or 1 for one of another size where the class of
-            input has sizes.
+        rows: For each picture of each row: 0, or 1 for a picture of another size if the class of input has sizes.
 
     Returns:
         (inputs of the forward with labels, ""), or (None, why there are none, as a clause).
@@ -87,7 +86,7 @@ def media_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]] = ROWS) ->
 
 
 def padded(model: PreTrainedModel, batch: Batch, left: Collection[int], length: int = 7) -> Batch:
-    """Return a batch with so much padding: before the rows of these numbers, behind all others."""
+    """Return a batch with this much padding: before the rows with these indices, after all others."""
     ids, pad = batch["input_ids"], getattr(text_config(model.config), "pad_token_id", None) or 0
 
     def longer(x: Tensor, value: int) -> Tensor:
@@ -101,13 +100,13 @@ def padded(model: PreTrainedModel, batch: Batch, left: Collection[int], length: 
 
 
 def placeholders(config: PreTrainedConfig) -> list[int]:
-    """Return the tokens in whose place features come, as a config names them."""
+    """Return the tokens that features replace, as named in a config."""
     names = (PICTURES.tokens[1], r"video_token_(id|index)", SOUNDS.tokens[1])
     return [token for token in (_token(config, name) for name in names) if token is not None]
 
 
 def _takes(module: nn.Module, medium: _Medium) -> bool:
-    """Return whether a module makes features, and says of which inputs."""
+    """Return whether a module makes features and declares from which inputs."""
     method = getattr(module, medium.method, None)
     return method is not None and "args" not in inspect.signature(method).parameters
 
@@ -117,14 +116,14 @@ def _token(config: PreTrainedConfig, names: str) -> int | None:
 
 
 def _number(config: PreTrainedConfig, names: str, default: int) -> int:
-    """Return the first number of these names in a config and in those in it."""
+    """Return the first number with one of these names in a config or its subconfigs."""
     parts = [config, *(x for x in vars(config).values() if isinstance(x, PreTrainedConfig))]
     found = [x for part in parts for name, x in vars(part).items() if x and re.fullmatch(names, name)]
     return next((x[0] if isinstance(x, list | tuple) else x for x in found), default)
 
 
 def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> Iterator[list[Batch]]:
-    """Yield inputs of a method that makes features, each time of two pictures that differ in size, or of one sound."""
+    """Yield inputs for a method that makes features, each with two pictures of different sizes or with one sound."""
     parameters = inspect.signature(getattr(owner, medium.method)).parameters
     values, *others = [name for name in parameters if name not in ("self", "kwargs")]
     required = [name for name in others if parameters[name].default is inspect.Parameter.empty]
@@ -141,7 +140,7 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
     sizes = [name for name in others if SIZED.fullmatch(name)]
 
     def picture(shape: Sequence[int], grid: tuple[int, int]) -> Batch:
-        """Return the inputs for a picture of so many rows and columns of patches."""
+        """Return the inputs for a picture with this number of rows and columns of patches."""
         known = {
             r".*merge_sizes": torch.tensor([merge]),
             r".*thw": torch.tensor([[1, *grid]]),
@@ -188,7 +187,7 @@ def _batch(
     tokens: list[Any],
     rows: Sequence[Sequence[int]],
 ) -> Batch:
-    """Return inputs that a model has been called with."""
+    """Return inputs with which a model has been called successfully."""
     config, forward = model.config, parameters_of(model)
     device = next(model.parameters()).device
     examples = [{name: x.to(device) for name, x in example.items()} for example in examples]
@@ -226,14 +225,15 @@ def _batch(
 
 
 def _number_of_features(found: Any) -> int:
-    """Return in how many tokens' places the results of a method come."""
+    """Return how many tokens the results of a method replace."""
     pooled = getattr(found, "pooler_output", None)
     features = tensors_in(getattr(found, "last_hidden_state", found) if pooled is None else pooled)
     return sum(x[..., 0].numel() for x in features)
 
 
 def joined(pictures: Sequence[Batch]) -> Batch:
-    """Return pictures, or those of several batches, as one batch: padded to the largest, or as one strip of patches."""
+    """Return pictures, or the pictures of several batches, as one batch: padded to the largest, or as one strip of
+    patches."""
     whole: Batch = {}
     for name in (names := dict.fromkeys(name for picture in pictures for name in picture)):
         given: list[Any] = [picture[name] for picture in pictures if name in picture]

@@ -1,4 +1,5 @@
-"""The proof, before training, that a model of an untested family is exact: a small copy of it, whole and shared."""
+"""The proof, before training, that a model of an untested family is exact, with a small copy of it, unsplit and
+shared."""
 
 from __future__ import annotations
 
@@ -34,24 +35,24 @@ from .look import tensors_in
 from .media import media_batch, padded
 from .small import call, layers_of, small_copy, tokens_for
 
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # by the dtype of messages
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # by message dtype
 MOST_OWN = 1e-4  # that a plain copy in fp32 may be off fp64 for another one to be judged beside it
 FLOOR = 3e-2  # a gradient is measured against this share of the greatest one at least
 
 
 Batch = dict[str, Tensor]
 LOSS, OUTPUT, GRADIENT = "loss", "output", "gradient of "
-PROOF = "proof of a model"  # what ranks compare
+PROOF = "proof of a model"  # the name of what ranks compare
 AROUND = "padding around"  # a document's tokens of padding before and behind it, which get no output
 
 
 @dataclasses.dataclass
 class _Outcome:
-    """What a model gives for a batch."""
+    """A model's results for a batch."""
 
     values: dict[str, Tensor]  # loss, output, and each parameter's gradient, by what error messages call them
     layers: list[Tensor]  # what each layer gave, or this rank's part of it
-    spec: ShardSpec | None  # of that part
+    spec: ShardSpec | None  # the spec of that part
     by_row: bool  # whether a head gives a row one output, whatever documents are in it
 
 
@@ -64,23 +65,23 @@ def prove(
 ) -> str:
     """Compare a small copy of a model, patched, with the same copy unpatched, in fp32. Collective over `sp`.
 
-    Loss, outputs and the gradients of all parameters must agree to 1e-5, for a plain, a padded and a packed batch. What
-    a classifier gives a row may be of padding, or of one document of a pack: there the base model alone is given the
-    last two. Where they agree, a model that takes media is compared in batches with media too.
+    Loss, outputs and the gradients of all parameters must agree to 1e-5, for a plain, a padded and a packed batch. A
+    classifier's result for a row may come from padding, or from one document of a pack, so for the last two batches
+    only its base model is compared. If all agree, a model that takes media is also compared on batches with media.
 
     Args:
         model: A transformers model, unwrapped. Its tensors are not read.
-        sp: What it is to be patched with.
-        facts: What is known of it.
+        sp: The SequenceParallel that it is to be patched with.
+        facts: What is known about it.
         patch: Patches the copy.
-        unpatch: Restores what it had.
+        unpatch: Restores the copy.
 
     Returns:
-        Why the model must not be given media, as a clause; "" where it may.
+        Why the model must not be given media, as a clause; "" if it may be.
 
     Raises:
-        ConfigError: They do not agree, or the copy does not run; on all ranks. The sentence names the first layer that
-            differs.
+        ConfigError: They do not agree, or the copy does not run. Raised on all ranks; the message names the first layer
+        that differs.
     """
     began, error = time.monotonic(), None
     text, no_media = compared(model, sp, facts, patch, unpatch), facts.no_media
@@ -99,11 +100,11 @@ def prove(
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How a small copy that shares sequences differs from the same one that does not."""
+    """How a small copy that shares sequences differs from the same copy unsplit."""
 
-    wrong: str = ""  # a clause: what is wrong, and where; "" where nothing is
-    kind: str = ""  # of the batch in which it is: "plain", "padded" or "packed"
-    largest: float = 0.0  # difference, as a share of what was compared
+    wrong: str = ""  # a clause that says what is wrong and where; "" if nothing is
+    kind: str = ""  # the kind of batch in which it is: "plain", "padded" or "packed"
+    largest: float = 0.0  # the largest relative difference
 
 
 def compared(
@@ -114,10 +115,10 @@ def compared(
     unpatch: Callable[[Any], object],
     batches: Callable[[Any, SequenceParallel], dict[str, Batch]] | None = None,
 ) -> Comparison:
-    """Return how a small copy of a model differs once it is patched. The arguments are those of `prove`.
+    """Return how patching a small copy of a model changes its results. The arguments are those of `prove`.
 
     Args:
-        batches: (the copy, sp) -> batches by kind; None: those of text.
+        batches: (the copy, sp) -> batches by kind; None: text batches.
     """
     with _in_fp32(sp):
         try:
@@ -141,7 +142,7 @@ def _compared(
             continue
         # an index counts its blocks from a row's first token, that may be padding in the plain model
         in_documents = kind == "packed" or (kind == "padded" and facts.gathered and not facts.counts_padding)
-        if in_documents and facts.balance:  # which is a mean over all documents
+        if in_documents and facts.balance:  # the balance is a mean over all documents
             set_balance_weight(small, 0.0)
         alone, place = _documents(batch) if in_documents else [batch], f", in a {kind} batch"
         if by_row:
@@ -166,18 +167,19 @@ def _compared(
 
 
 def _in_fp64(model: Any, batches: list[Batch]) -> dict[str, Tensor]:
-    """Return what a plain model gives without the rounding of fp32."""
+    """Return a plain model's results without fp32 rounding."""
     given = [{name: x.double() if x.is_floating_point() else x for name, x in batch.items()} for batch in batches]
     with InFP64():
         return _outcome(fp64(copy.deepcopy(model)), given).values
 
 
 class _Failed(Exception):
-    """A part of the proof that failed on some rank, on all ranks."""
+    """Raised on all ranks if a part of the proof has failed on one of them."""
 
 
 def _on_all(sp: SequenceParallel, compute: Callable[[], Any], place: str = "") -> Any:
-    """Return what a function returns, once all ranks have it. Raise _Failed on all where it raises on one."""
+    """Return a function's result after it has succeeded on all ranks. Raise _Failed on all ranks if it raises on
+    one."""
     result, raised = None, ""
     try:
         result = compute()
@@ -234,10 +236,10 @@ def _documents(batch: Batch) -> list[Batch]:
 
 
 def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = None) -> _Outcome:
-    """Return what a model gives for a batch, or for its documents one by one.
+    """Return a model's results for a batch, or for its documents one by one.
 
     Args:
-        sp: What it is patched with; None: it is not.
+        sp: The SequenceParallel that it is patched with; None: it is not patched.
     """
     model.zero_grad()
     seen: list[list[Tensor]] = []
@@ -283,12 +285,12 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
 
 
 def _outputs(output: Any) -> list[Tensor]:
-    """Return the tensors of an output, without those of its layers, which are in tuples."""
+    """Return the tensors of an output, without the per-layer ones, which are in tuples."""
     return [x for x in output.values() if isinstance(x, Tensor)] if isinstance(output, Mapping) else tensors_in(output)
 
 
 def _weighted(output: Tensor) -> Tensor:
-    """Return a sum of an output in which each channel has a weight of its own."""
+    """Return a sum of an output in which each channel has its own weight."""
     if output.dim() < 3:
         return output.sum()
     return (output * torch.linspace(0.5, 1, output.shape[-1], device=output.device)).sum()
@@ -299,7 +301,7 @@ def _predicted(batches: list[Batch]) -> int:
 
 
 def _without_padding(output: Tensor, batch: Batch) -> Tensor:
-    """Return an output with 0 for padding, which may be anything."""
+    """Return an output with padding, whose values are arbitrary, set to 0."""
     mask = batch.get("attention_mask")
     return output if mask is None else output * mask.reshape(*mask.shape, *(1 for _ in output.shape[2:]))
 
@@ -311,14 +313,15 @@ def difference(
     order: float = math.inf,
     plain: Mapping[str, Tensor] | None = None,
 ) -> tuple[str, float]:
-    """Return (what differs first, or by which factor all gradients do, "" where nothing does; the largest difference).
+    """Return (what differs first, or the factor by which all gradients differ, "" if nothing differs; the largest
+    difference).
 
     Args:
         expected: Values by name, with gradients as "gradient of ...".
         got: The same.
-        tolerance: The largest share by which they may differ.
-        order: Of the norm in which they are measured.
-        plain: Those of the plain model where `expected` are more exact; twice what it is off is allowed as well.
+        tolerance: The largest allowed relative difference.
+        order: The order of the norm in which they are measured.
+        plain: The plain model's values, if `expected` are more exact; up to twice its error is also allowed.
     """
     gradients = {name: x for name, x in expected.items() if name.startswith(GRADIENT)}
     floor = FLOOR * max([float(x.norm(order)) for x in gradients.values()], default=0.0)
@@ -355,9 +358,9 @@ def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
 
 @contextlib.contextmanager
 def _in_fp32(sp: SequenceParallel) -> Iterator[None]:
-    """Context manager in which devices compute gradients, in fp32 and not in TF32, with a kernel for any device."""
+    """Context manager in which devices compute gradients in fp32, not TF32, with a kernel that runs on any device."""
     runtime, config = sp.runtime, sp.runtime.config
-    latent = "latent" if config.latent_attention == "auto" else config.latent_attention  # as a long sequence would
+    latent = "latent" if config.latent_attention == "auto" else config.latent_attention  # as for a long sequence
     runtime.config = dataclasses.replace(config, kernel="chunked", latent_attention=latent)
     runtime.last_bound.clear()
     try:

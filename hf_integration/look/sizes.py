@@ -1,4 +1,4 @@
-"""The sizes of a transformers model that the planner counts with, from a model on any device or from its config."""
+"""The sizes of a transformers model that the planner uses, from a model on any device or from its config."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ WHOLE_NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_a
 
 
 def numbers_of(place: str) -> Model:
-    """Return the sizes of the model in `place`, a folder with a config.json, or that file.
+    """Return the sizes of the model in `place`, which is a folder with a config.json or the file itself.
 
-    Raises ConfigError for anything else, and if transformers cannot make a model of it.
+    Raises ConfigError for anything else, or if transformers cannot make a model from it.
     """
     return _of_config(place, config_sizes)
 
@@ -55,12 +55,12 @@ INDEX = re.compile(r"index(er)?_(topk|budget).*|keep_window_size")  # names in c
 
 
 def config_of(place: str) -> PreTrainedConfig:
-    """Return the configuration of the model in `place`, as `numbers_of` finds it, and raise what it raises."""
+    """Return the configuration of the model in `place`. Finds it, and raises errors, as `numbers_of` does."""
     return _of_config(place, lambda config: config)
 
 
 def random_model(place: str) -> PreTrainedModel:
-    """Return a model of this configuration with random weights, for training."""
+    """Return a model with this configuration and random weights, for training."""
     config = config_of(place)
     config.use_cache = False
     return _maker(config)(config)
@@ -97,9 +97,8 @@ def _with_floats(value: Any) -> Any:
 
 
 def config_sizes(config: PreTrainedConfig) -> Model:
-    """Return the sizes of a configuration's model, whose parameters are counted on the meta device.
-
-    So the number is right for every family.
+    """Return the sizes of a configuration's model. Its parameters are counted on the meta device, so the number is
+    right for every family.
     """
     check_model(config.to_dict())
     check_model(text_config(config).to_dict())
@@ -111,7 +110,7 @@ def config_sizes(config: PreTrainedConfig) -> Model:
 
 
 def _maker(config: PreTrainedConfig) -> Callable[..., PreTrainedModel]:
-    """Return what makes a model of a configuration, with a head for tokens."""
+    """Return the function that makes a model with a token head from a configuration."""
     makers = {
         AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -130,7 +129,7 @@ def _uncounted(config: PreTrainedConfig, why: str) -> ConfigError:
 def model_sizes(model: PreTrainedModel) -> Model:
     """Return the sizes of a model, on any device, whole or sharded by ZeRO-3.
 
-    Raises ConfigError for a model that is no stack of layers which attend, or have a state, below a head.
+    Raises ConfigError for a model that is not a head on a stack of layers that attend or have a state.
     """
     from ds_seqpar.planner.request import Model
 
@@ -156,7 +155,7 @@ def model_sizes(model: PreTrainedModel) -> Model:
         layers=len(layers),
         heads=heads or state_heads,
         kv_heads=kv_heads or state_heads,
-        # in latent attention (MLA) head_dim is that of RoPE
+        # in latent attention (MLA) head_dim is RoPE's
         head_dim=number_of(config, "qk_head_dim") or number_of(config, "head_dim") or hidden // (heads or state_heads),
         vocab=config.vocab_size,
         parameters=_elements(model),
@@ -189,14 +188,14 @@ def _attention_in(module: nn.Module) -> list[nn.Module]:
 
 
 def _gathers(config: PreTrainedConfig, attention: Sequence[nn.Module]) -> bool:
-    """Return whether modules that attend choose keys, or leave nothing to transformers' attention interface."""
+    """Return whether modules that attend choose keys, or do not use transformers' attention interface."""
     codes = [inspect.unwrap(type(x).forward).__code__ for x in attention]
     is_own = bool(codes) and not any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
     return is_own or any(INDEX.fullmatch(name) for name in vars(config))
 
 
 def _index(config: PreTrainedConfig, attention: Sequence[Any]) -> Index | None:
-    """Return the sizes of layers that pick latents by an index of single tokens; None where there is none."""
+    """Return the sizes of layers that select latents with an index of single tokens; None if there are none."""
     from ds_seqpar.planner.request import Index
 
     picking = [x for x in attention if sparse.selects(x)]
@@ -208,7 +207,8 @@ def _index(config: PreTrainedConfig, attention: Sequence[Any]) -> Index | None:
 
 
 def _mlp(layer: nn.Module, hidden: int, intermediate: int | list[int] | None) -> tuple[int, int]:
-    """Return (the width of a layer's MLP, how many matrices of that width it has: one of two gates counts as two)."""
+    """Return (the width of a layer's MLP, its number of matrices of that width; a matrix of two gates counts as
+    two)."""
     attending = {x for module in _attention_in(layer) for x in module.parameters()}
     own = [x for name, x in layer.named_parameters() if x not in attending and "lora_" not in name]
     shapes = [shape for x in own if len(shape := whole_shape(x)) == 2 and hidden in shape]
@@ -219,8 +219,8 @@ def _mlp(layer: nn.Module, hidden: int, intermediate: int | list[int] | None) ->
 
 
 def _tower(model: PreTrainedModel, stack: nn.Module, towers: list[PreTrainedModel]) -> Tower | None:
-    """Return the largest of a model's towers, that of pictures where there is one, with the parameters of all of them
-    and of what joins their features with tokens."""
+    """Return a model's picture tower if it has one, otherwise its largest tower. Its parameters include those of all
+    towers and of the modules that join features with tokens."""
     from ds_seqpar.planner.request import Model, Tower
 
     wanted = getattr(model.config, "vision_config", None)
@@ -265,7 +265,7 @@ STATES: tuple[tuple[str | int, ...], ...] = (
 
 
 def _kinds_of_layers(layers: nn.ModuleList, hidden: int) -> dict[str, Any]:
-    """Return the fields of a `Model` that say which layers attend, have a state, or have an MLP; {} where all attend
+    """Return the fields of a `Model` that specify which layers attend, have a state, or have an MLP; {} if all attend
     and have an MLP.
 
     Raises ConfigError for a layer with a convolution whose sizes are not known.
@@ -278,7 +278,7 @@ def _kinds_of_layers(layers: nn.ModuleList, hidden: int) -> dict[str, Any]:
         states += mixers.values()
         with_state, attending = with_state + bool(mixers), attending + bool(attention)
         others = _elements(layer) - sum(map(_elements, (*mixers, *attention[:1])))
-        with_mlp += others > 8 * hidden  # more than norms have
+        with_mlp += others > 8 * hidden  # more elements than norms have
     if not states:
         return {}
     largest = max(states, key=lambda sizes: (sizes.heads * sizes.keys * sizes.values, sizes.weights))
@@ -301,7 +301,7 @@ def _state_sizes(module: Any) -> StateLayers | None:
     convs = [x for x in children if isinstance(x, nn.Conv1d)]
     if names is None and not convs:
         return None
-    # without LoRA's, under the names that they have without it
+    # without LoRA's parameters, under the names used without LoRA
     linears = {name.removesuffix(".base_layer"): x for name, x in module.named_modules()
                if isinstance(x, nn.Linear) and "lora_" not in name}  # fmt: skip
     output = linears.get("out_proj", linears.get("o_proj"))

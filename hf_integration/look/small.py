@@ -1,7 +1,7 @@
 """A small copy of a model: the same classes and kinds of layers, with few layers and small sizes.
 
 What a model does to tokens follows from its classes and its config, not from its size. So a copy that takes a second to
-make and run shows it, also of a model that is on the meta device or partitioned by ZeRO-3.
+make and run shows it, even for a model on the meta device or partitioned by ZeRO-3.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from ..noise import noise_of
 from .facts import text_config
 
 VOCABULARY, WIDTH, INNER, RANK, FEW, POOL = 96, 64, 48, 32, 4, 2
-HEAD, CHANNELS = 8, 32  # of a head; of a layer that convolves
-PATCHES, FRAMES = 8, 100  # along a picture's side; of a sound
-LARGEST = 1 << 27  # parameters of a copy
-WINDOW = 5  # of the first window of a config; that of the next is one more, so that each is known by its length
-# names of a config's numbers
+HEAD, CHANNELS = 8, 32  # the size of a head; the channels of a convolution layer
+PATCHES, FRAMES = 8, 100  # patches along a picture's side; frames of a sound
+LARGEST = 1 << 27  # the most parameters of a copy
+WINDOW = 5  # a config's first window; each further one is longer by 1, so that its length identifies it
+# patterns for the names of a config's numbers
 LAYERS = re.compile(r"(num_|n_)?((hidden|decoder|encoder)_)?layers?|depth")
 TOKENS = re.compile(r"(?!type_).*vocab_size(_.*)?")
 WIDTHS = re.compile(r"hidden_size|d_model|n_embd|emb_dim|dim|embedding_(size|dim)|word_embed_proj_dim")
 INNERS = re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_inner|dff|dim_ff|d_ff).*")
 RANKS = re.compile(r".*lora_rank")
 WINDOWS = re.compile(r"(?!.*(layer|pattern)).*(window|local_attention|attention_chunk).*")
-INDEXED = re.compile(r"index.*_(topk.*|block_size|budget)")  # keys that an index picks: all of them in a short sequence
-POOLED = re.compile(r"compress_rates|index_kpool|indexer_compress_ratio")  # tokens that an index takes for one
+INDEXED = re.compile(r"index.*_(topk.*|block_size|budget)")  # keys that an index selects: all in a short sequence
+POOLED = re.compile(r"compress_rates|index_kpool|indexer_compress_ratio")  # tokens that an index treats as one
 CHUNKS = re.compile(r"(mamba_)?chunk_size|block_size")  # tokens that a layer with a state computes at a time
 # a Mamba-2 layer's width as a multiple of the model's, its heads, and their size
 EXPANDED = [
@@ -54,27 +54,26 @@ HEAD_SIZE = re.compile(r"head_dim|d_kv|d_head|kv_channels|.*_head_dim|attention_
 TOWER_WIDTHS = ("embed_dim", "d_model", "hidden_size", "hidden_dim")
 TOWER_HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads", "attention_heads")
 MEDIA_TOKENS = re.compile(r"(?!pad|eos|bos).*(token|start|end|newline|patch)_(id|index|ids)")
-NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes of modules that differ between like layers
+NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes that differ between layers of the same kind
 
 
 def small_copy(
     model: PreTrainedModel, device: str | torch.device = "cpu", seed: int = 0, *, noise: float = 0.0
 ) -> tuple[Any, tuple[str, ...]]:
-    """Make a small copy of a model, with random fp32 weights and without modules of dropout.
-
-    Neither zero.Init, the default device and dtype, nor torch's generators take part in it.
+    """Make a small copy of a model, with random fp32 weights and without dropout modules. It is independent of
+    zero.Init, of the default device and dtype, and of torch's generators.
 
     Args:
         model: A transformers model, unwrapped. Its tensors are not read.
-        device: Where the copy lies.
+        device: The device of the copy.
         seed: The copy is the same for the same seed.
-        noise: What the copy has for numbers above 0, of the model's config and its modules, that make noise.
+        noise: The copy's value for the numbers above 0, in the model's config and modules, that set noise.
 
     Returns:
-        (the copy, in evaluation mode; what could not be made small).
+        (the copy, in evaluation mode; what could not be reduced).
 
     Raises:
-        ConfigError: The model's class makes no model that runs of a copy of its config.
+        ConfigError: The model's class cannot make a model that runs from a copy of its config.
     """
     reason, layers = "", layers_of(model)
     number = len(layers)
@@ -114,12 +113,12 @@ def takes(model: nn.Module, name: str) -> bool:
 
 
 def parameters_of(model: nn.Module) -> set[str]:
-    """Return the names of the arguments of a model's forward."""
+    """Return the argument names of a model's forward."""
     return {*inspect.signature(model.forward).parameters}
 
 
 def tokens_for(config: PreTrainedConfig, rows: int, tokens: int, seed: int = 1) -> Tensor:
-    """Return (rows, tokens) random token ids, none of them special unless all are."""
+    """Return (rows, tokens) random token ids, without special tokens unless all are special."""
     text = text_config(config)
     named = [x for c in (config, text) for n, x in vars(c).items() if n.endswith("_id") or MEDIA_TOKENS.fullmatch(n)]
     special = {y for x in named for y in (x if isinstance(x, list | tuple) else [x]) if isinstance(y, int)}
@@ -129,7 +128,7 @@ def tokens_for(config: PreTrainedConfig, rows: int, tokens: int, seed: int = 1) 
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of a model's text model: the largest stack whose length is a number of its config."""
+    """Return the layers of a model's text model: the largest stack whose length is given in its config."""
     text = text_config(model.config)
     numbers = [x for name, x in vars(text).items() if type(x) is int and LAYERS.fullmatch(name)]
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m.config) is type(text)]
@@ -138,7 +137,7 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _kind(config: PreTrainedConfig, layer: nn.Module, index: int, number: int) -> tuple:
-    """Return what tells a layer from layers of other kinds."""
+    """Return what distinguishes a layer from layers of other kinds."""
     lists = [x for x in vars(text_config(config)).values() if isinstance(x, list | tuple) and len(x) == number]
     by_layer = [x[index] for x in lists if [*x] != [*range(number)]]
     attributes = [
@@ -153,12 +152,12 @@ def _tells(name: str, value: Any) -> bool:
 
 
 def _prefix(kinds: list[tuple]) -> int:
-    """Return the number of first layers that have all kinds; two at least, so that layers can act on one another."""
+    """Return the number of first layers that include all kinds; at least two, so that layers can act on one another."""
     return min(len(kinds), max(2, 1 + max(map(kinds.index, kinds), default=0)))
 
 
 def _classes(layers: list[nn.Module]) -> set[tuple]:
-    """Return the classes of each layer's modules, without those that adapters and quantizers bring."""
+    """Return the classes of each layer's modules, without those that adapters and quantizers add."""
     types = [[type(module) for module in layer.modules()] for layer in layers]
     return {tuple(x for x in each if not x.__module__.startswith(("torch.", "peft.", *QUANTIZERS))) for each in types}
 
@@ -178,9 +177,9 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
         small = new_model(type(model), config)
         for name, parameter in small.named_parameters():
             spread, wanted = float(parameter.std(correction=0)), 0.25 * (1, *parameter.shape)[-1] ** -0.5
-            if parameter.dim() < 2 or spread == 0:  # norms, biases, sinks, gates: 0 or 1 hides what they do
+            if parameter.dim() < 2 or spread == 0:  # norms, biases, sinks, gates: 0 or 1 would hide their effect
                 parameter.add_(0.1 * torch.randn_like(parameter))
-                # heads that are as wide as the model's, whose scores are not scaled, would make much of rounding
+                # heads as wide as the model's, with unscaled scores, would amplify rounding
                 parameter.mul_(0.25 if name.endswith("q_norm.weight") else 1)
             elif spread < wanted:
                 parameter.mul_(wanted / spread)
@@ -194,7 +193,7 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
 
 @contextlib.contextmanager
 def _own_world(seed: int) -> Iterator[None]:
-    """Context manager in which torch's defaults are those of a new process, and which leaves all as it was."""
+    """Context manager in which torch has the defaults of a new process; it restores everything at the end."""
     dtype = torch.get_default_dtype()
     with outside_zero_init(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(seed)
@@ -216,20 +215,20 @@ Rules = list[tuple[re.Pattern[str], Callable[["_Cut", str, int], int]]]
 
 
 class _Cut:
-    """How the numbers of one config become small."""
+    """How the numbers of one config are reduced."""
 
     def __init__(
         self, config: PreTrainedConfig, rules: Rules, widths: dict[int, int], number: int = 0, layers: int = 0
     ):
         self.values, self.rules, self.widths, self.is_text = vars(config), rules, widths, rules is TEXT
-        self.names = config.attribute_map  # what some configs call the sizes that most have
+        self.names = config.attribute_map  # some configs' own names for common sizes
         self.number = number or self._first(name for name in self.values if LAYERS.fullmatch(name))
         lists = [x for x in self.values.values() if isinstance(x, list | tuple) and len(x) == self.number]
         self.layers = layers or _prefix([*zip(*lists, strict=True)] or [()] * self.number)
         self.width = self._first(["hidden_size"] if self.is_text else TOWER_WIDTHS)
         self.heads = self._first(["num_attention_heads"] if self.is_text else TOWER_HEADS) or 1
         self.sized = self.is_text and any(type(x) is int and HEAD_SIZE.fullmatch(n) for n, x in self.values.items())
-        # a head has width / heads where nothing says it; several axes of positions share its channels
+        # a head's size defaults to width / heads; several position axes share its channels
         head = HEAD * (2 if "mrope_section" in str(self.values.get("rope_parameters")) else 1)
         self._narrow = WIDTH if self.sized else self.heads * min(head, max(1, self.width // self.heads))
         if self.width:  # widths that are equal stay equal
@@ -239,7 +238,7 @@ class _Cut:
         self.area = Fraction(PATCHES, side // patch) ** 2 if side and patch else Fraction(1)
 
     def _first(self, names: Iterable[str]) -> int:
-        """Return the first whole number of these names, or in a list, 0 where there is none."""
+        """Return the first integer with one of these names, alone or in a list; 0 if there is none."""
         found = (
             x[0] if isinstance(x, list | tuple) and x else x
             for x in map(self.values.get, (self.names.get(name, name) for name in names))
@@ -261,7 +260,7 @@ class _Cut:
         return min(value, WINDOW + windows.index(name))
 
     def scaled(self, name: str, value: int) -> int:
-        """Return a size that has the same ratio to what is left of a width as before, where that is a whole number."""
+        """Return a size that keeps its ratio to a reduced width, if the result is an integer."""
         others = sorted((x for x in self.widths if value % x == 0), reverse=True)
         for width in [value, self.width, *others]:
             small = self.narrow if width == self.width else self.widths.get(width, 0)
@@ -277,7 +276,7 @@ DEPTHS: Rules = [
 ]
 TEXT: Rules = [
     (WINDOWS, _Cut.window),
-    # of the model's input beside its states
+    # the numbers of the model's input besides its states
     (re.compile(r"attention_hidden_size"), lambda cut, name, value: value // cut.width * cut.narrow),
     (re.compile(r"pad_token_id"), lambda cut, name, value: value if value < VOCABULARY else 0),
     (TOKENS, lambda cut, name, value: min(value, VOCABULARY)),
@@ -299,14 +298,14 @@ TOWER: Rules = [
 
 
 def _cuts(config: PreTrainedConfig, number: int, layers: int) -> list[tuple[PreTrainedConfig, _Cut]]:
-    """Return how the numbers of each part of a config become small, of whose text model so many layers are left."""
+    """Return how the numbers of each part of a config are reduced, given how many layers of its text model remain."""
     text, widths = text_config(config), dict[int, int]()
     towers = [part for part in _parts(config) if part is not text]
     has_text = len(towers) < len([*_parts(config)])  # otherwise it is that of the text model, or was copied to make it
     cuts = [(part, _Cut(part, TOWER, widths)) for part in towers]
     of_text = text if has_text else config
     cuts.append((of_text, _Cut(of_text, TEXT, widths, number, layers)))
-    if has_text:  # it speaks of the text model's width, and of a tower's layers and pictures
+    if has_text:  # it specifies the text model's width, and a tower's layers and pictures
         around = _Cut(config, [*TOWER, *TEXT], {})
         around.widths, around.width = widths, cuts[-1][1].width
         tower = max((cut for _, cut in cuts), key=lambda cut: (cut.side != 1, cut.number > 0))
@@ -316,7 +315,7 @@ def _cuts(config: PreTrainedConfig, number: int, layers: int) -> list[tuple[PreT
 
 
 def _shrink(config: PreTrainedConfig, cut: _Cut, sizes: bool) -> None:
-    """Cut a config's layers, and make its sizes small."""
+    """Cut a config's layers and reduce its sizes."""
     values = vars(config)
     for name, value in list(values.items()):
         rules = [*DEPTHS, *cut.rules] if sizes else DEPTHS
@@ -333,7 +332,7 @@ def _shrink(config: PreTrainedConfig, cut: _Cut, sizes: bool) -> None:
 
 
 def _of_each(rule: Callable[[int], int], value: Any) -> Any:
-    """Return a value with a rule on each whole number in it."""
+    """Return a value with a rule applied to each integer in it."""
     if isinstance(value, dict):
         return {rule(key): _of_each(rule, x) for key, x in value.items()}
     if isinstance(value, list | tuple):
@@ -342,7 +341,7 @@ def _of_each(rule: Callable[[int], int], value: Any) -> Any:
 
 
 def _sections(rope: Any, head: int, before: int) -> Any:
-    """Return a config of rotation in which axes of positions share the channels of a head that was larger before."""
+    """Return a RoPE config in which position axes share the channels of a head, scaled down from a larger head."""
     if not isinstance(rope, dict):
         return rope
     axes = rope.get("mrope_section") or []
@@ -352,7 +351,7 @@ def _sections(rope: Any, head: int, before: int) -> Any:
 
 
 def _renumber(parts: list[PreTrainedConfig]) -> None:
-    """Give tokens that stand for media a place in the small vocabulary."""
+    """Give placeholder tokens of media an id in the small vocabulary."""
     ids: dict[int, int] = {}
     for part in parts:
         for name in [name for name in vars(part) if MEDIA_TOKENS.fullmatch(name)]:
@@ -361,7 +360,8 @@ def _renumber(parts: list[PreTrainedConfig]) -> None:
 
 
 def carry_over(model: PreTrainedModel, small: PreTrainedModel, noise: float) -> None:
-    """Give a small copy what a user has put on the model itself: hooks, forwards, modules of other classes, noise."""
+    """Carry over to a small copy what a user has changed on the model itself: hooks, forwards, modules of other
+    classes, noise."""
     replaced: tuple[str, ...] = ()
     for name, module in list(model.named_modules()):
         twin = dict(small.named_modules()).get(name)

@@ -1,7 +1,6 @@
-"""How the pictures of a call are cut into shares, and how features of shares become those of all pictures.
-
-No table says it: a look at a small copy computes each picture alone and all together, and takes the first way in which
-both are equal. A model in which none is, as where pictures see one another, has no cut.
+"""How the pictures of a call are cut into shares, and how the features of shares are joined into those of all pictures.
+There is no table: a look at a small copy computes each picture alone and all together, and takes the first way of
+joining in which both are equal. If there is none, for example because pictures see one another, the model has no cut.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ GRID, TILE, PICTURE = "grid", "tile", "picture"
 # elements are each joined in one of these ways, and what all shares have alike
 CAT, LIST, EACH, SAME = "cat", "list", "each ", "same"
 WAYS = (CAT, LIST, EACH + CAT, EACH + LIST, SAME)
-# what is raised of shares that a method does not take, or whose results are not joined so
+# raised for shares that a method does not take, or whose results cannot be joined in this way
 UNFIT = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
-# fields that a tower returns beside the features that take the places of tokens
+# fields that a tower returns besides the features that replace tokens
 INSIDE = re.compile(r".*(hidden_states?|attentions)")
 
 
@@ -34,19 +33,19 @@ class Cut(NamedTuple):
 
     by: str  # GRID: patches of all pictures lie in one dim; TILE: pictures in dims 0 and 1; PICTURE: in dim 0
     grid: str = ""  # the argument with the numbers of each picture's frames, rows and columns of patches
-    dim: int = 0  # of the patches
+    dim: int = 0  # the dim of the patches
     frames: bool = False  # whether the frames of a film can be on several ranks
     drops: bool = False  # whether pictures of zeros, which pad rows, have no features
-    ways: Mapping[str, str] = {}  # of fields of results
+    ways: Mapping[str, str] = {}  # field of a result -> how it is joined
 
 
 class Pictures:
-    """The pictures of one call, or the tiles of pictures and the frames of films, which go to ranks one by one.
+    """The pictures of one call, or the tiles of pictures or frames of films, which are assigned to ranks one by one.
 
     Attributes:
-        costs: What each costs, in patches or tiles.
-        owners: The number of the picture, or of the row of them, that each is a part of.
-        number: How many pictures, or rows, there are.
+        costs: The cost of each, in patches or tiles.
+        owners: For each, the index of the picture, or row of pictures, to which it belongs.
+        number: The number of pictures, or of rows.
     """
 
     def __init__(self, arguments: Mapping[str, Any], cut: Cut) -> None:
@@ -74,11 +73,11 @@ class Pictures:
                 self.arguments |= {name: arguments[name][kept][:, None] for name in leads}
 
     def of_elements(self, begin: int, end: int) -> list[int]:
-        """Return the owner of each element of a list of features, of the arguments that `part` returns."""
+        """Return the owner of each element of a list of features, for the arguments that `part` returns."""
         return [*dict.fromkeys(self.owners[begin:end])] if self.cut.by == GRID else self.owners[begin:end]
 
     def smallest(self) -> dict[str, Any]:
-        """Return the arguments for the cheapest."""
+        """Return the arguments for the cheapest one."""
         at = self.costs.index(min(self.costs))
         return self.part(at, at + 1)
 
@@ -107,7 +106,7 @@ class Pictures:
         return part
 
     def shares(self, ranks: int) -> list[tuple[int, int]]:
-        """Return the beginning and the end of each rank's neighbors, of costs as equal as they can be."""
+        """Return the begin and end of each rank's consecutive share, with costs balanced as evenly as possible."""
         total, sums = sum(self.costs), itertools.accumulate(self.costs)
         middles = [behind - cost / 2 for behind, cost in zip(sums, self.costs, strict=True)]
         ends = [sum(middle * ranks < total * (rank + 1) for middle in middles) for rank in range(ranks)]
@@ -122,13 +121,13 @@ def _holds(x: Any, number: int) -> bool:
 
 
 def joined(way: str, parts: Sequence[Any], owners: Sequence[list[int]], number: int) -> Any:
-    """Return a field of the result for all pictures.
+    """Return a field of the result, joined over all pictures.
 
     Args:
         way: One of `WAYS`.
         parts: The field of each share's result.
-        owners: For each share, whose the elements of lists are.
-        number: How many elements a list has.
+        owners: For each share, the owners of the elements of lists.
+        number: The number of elements of a list.
     """
     if way in (CAT, SAME):
         return torch.cat([*parts]) if way == CAT else parts[0]
@@ -142,7 +141,8 @@ def joined(way: str, parts: Sequence[Any], owners: Sequence[list[int]], number: 
 
 
 def features_in(result: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a result that a model uses: without those that a tower has inside, if it returns others."""
+    """Return the fields of a result that a model uses. The internal fields of a tower are left out if it returns
+    others."""
     return [name for name in result if not INSIDE.fullmatch(name)] or [*result]
 
 
@@ -150,11 +150,11 @@ def features_in(result: Mapping[str, Any]) -> list[str]:
 
 
 def cut_of(method: Callable[..., Any], arguments: Mapping[str, Any]) -> Cut | None:
-    """Return how a method that makes features can be divided; None where it cannot.
+    """Return how a method that makes features can be divided; None if it cannot be.
 
     Args:
-        method: Of a small copy.
-        arguments: By name, of two pictures or more.
+        method: A method of a small copy.
+        arguments: Its arguments by name, for two or more pictures.
     """
     for cut in _tries(arguments):
         try:
@@ -179,7 +179,8 @@ def _tries(arguments: Mapping[str, Any]) -> Iterator[Cut]:
 
 
 def _ways(method: Callable[..., Any], arguments: Mapping[str, Any], cut: Cut) -> dict[str, str]:
-    """Return how results are joined, the same for pictures alone and for shares of other sizes; {} if they are not."""
+    """Return how results are joined, if this is the same for single pictures and for shares of other sizes; otherwise
+    {}."""
     whole, pictures, found = method(**arguments), Pictures(arguments, cut), list[dict[str, str]]()
     names, count = features_in(whole), len(pictures.costs)
     for ends in (range(count + 1), (0, 1, count)):
@@ -201,6 +202,6 @@ def _rebuilds(whole: Any, way: str, parts: Sequence[Any], owners: Sequence[list[
     try:
         for x in parts if way == SAME else [joined(way, parts, owners, number)]:
             torch.testing.assert_close(x, whole, rtol=0.0, atol=ROUNDING * largest)
-    except UNFIT:  # of other shapes, other lengths or other values
+    except UNFIT:  # results with other shapes, lengths or values
         return False
     return True

@@ -1,9 +1,8 @@
-"""Ranks without pictures, beside others that have some: all of them call the towers, or none.
-
-Ranks gather parameters that are partitioned (ZeRO-3, FSDP2) together, in forward and backward, and reduce gradients
-together (ZeRO-1 and 2, DDP), of which each must have the same. So before a forward all ranks of the world tell whether
-they have pictures. One that has none, where another one has, computes the smallest picture of another one, where a
-model would compute its own: behind its embeddings. Nothing of it reaches the loss.
+"""Make all ranks call the towers, or none, if some ranks have pictures and others do not. Ranks gather partitioned
+parameters (ZeRO-3, FSDP2) together, in forward and backward. They also reduce gradients together (ZeRO-1 and 2, DDP),
+for which each must have the same set. So before a forward all ranks of the world tell whether they have pictures. If
+some do, a rank without pictures computes the smallest picture of another rank, at the point where a model would compute
+its own: after its embeddings. This does not affect the loss.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ CALL = "the forward of a model with pictures"
 def join(
     owner: nn.Module, embedding: nn.Module, sp: SequenceParallel, cuts: Mapping[str, Cut], methods: tuple[str, ...]
 ) -> list[RemovableHandle]:
-    """Hook the module that makes features, so that all ranks of the world call its towers together.
+    """Hook the module that makes features so that all ranks of the world call its towers together.
 
     Args:
         owner: The module, whose forward takes pictures.
-        embedding: Of the model's tokens, which is called before towers are.
+        embedding: The model's token embedding, which is called before the towers.
         sp: Whose ranks share sequences.
-        cuts: How methods are divided, by their names.
+        cuts: How methods are divided, by name.
         methods: The names of the methods that make features.
     """
     return [owner.register_forward_pre_hook(_Joining(embedding, sp, cuts, methods).before, with_kwargs=True)]
 
 
 class _Joining:
-    """What ranks without pictures compute in their place."""
+    """What ranks without pictures compute instead."""
 
     def __init__(
         self, embedding: nn.Module, sp: SequenceParallel, cuts: Mapping[str, Cut], methods: tuple[str, ...]
     ) -> None:
         self.embedding, self.sp, self.cuts, self.methods = embedding, sp, cuts, methods
-        self.smallest: dict[str, dict[str, Any]] = {}  # arguments of methods, on the CPU, the same on all ranks
-        self.hook: RemovableHandle | None = None  # of the embedding, for one call
+        self.smallest: dict[str, dict[str, Any]] = {}  # arguments by method, on the CPU, the same on all ranks
+        self.hook: RemovableHandle | None = None  # the hook of the embedding, for one call
 
     def before(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         is_partitioned = _is_partitioned(owner)
@@ -80,7 +79,7 @@ class _Joining:
         for name in having:
             if sums[len(self.methods) + self.methods.index(name)]:
                 self._tell_smallest(name, given[name])
-        # behind the hooks of the embedding that gather its parameters, also in backward
+        # after the hooks of the embedding that gather its parameters, in backward too
         if lacking := [name for name in having if not given[name]]:
             self.hook = self.embedding.register_forward_hook(functools.partial(self._behind_embedding, owner, lacking))
 
@@ -94,7 +93,7 @@ class _Joining:
 
     @staticmethod
     def _given(method: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those arguments of a method that a forward is given; none where the first one is not among them."""
+        """Return the arguments of a method that a forward is given; none if the first one is missing."""
         names = [*inspect.signature(method).parameters]
         return {} if inputs.get(names[0]) is None else {name: inputs[name] for name in names if name in inputs}
 
@@ -125,19 +124,19 @@ class _Joining:
             arguments = tree_map(lambda x: x.to(output.device) if isinstance(x, Tensor) else x, self.smallest[name])
             with entered(LOCAL):
                 result = getattr(owner, name)(**arguments)
-            # other fields go through backward in no rank
+            # no rank runs backward through other fields
             features += tree_leaves([result[field] for field in features_in(result)])
         return _Beside.apply(output, *(x for x in features if isinstance(x, Tensor) and x.requires_grad))
 
 
 def _is_partitioned(module: nn.Module) -> bool:
-    """Return whether ranks gather the parameters of a module in its forward."""
+    """Return whether ranks gather a module's parameters in its forward."""
     first = next(module.parameters())
     return isinstance(first, DTensor) or (hasattr(first, ZERO_ID) and has_zero_hooks(module))
 
 
 class _Beside(Function):
-    """(x, others) -> x; the others get gradients of 0, so that backward goes through what has made them."""
+    """(x, others) -> x; the others get gradients of 0, so that backward runs through the code that made them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Towers whose pictures are divided among the ranks that share a sequence: each rank makes features of its own alone.
-
-It happens in whole calls, in which each rank would make those of all. A rank computes neighboring pictures, or frames
-of films, and sends their features to the others; the gradients of features are summed back to the rank that made them.
-The parameters of a tower so get the gradient of its own pictures from the tokens of all ranks, times the number of
-ranks, and the mean over ranks is the plain gradient. A rank without pictures computes the smallest one, so that no
-parameter is without a gradient and ranks gather those that are partitioned together; nothing of it is sent.
+"""Towers whose pictures are divided among the ranks that share a sequence: each rank makes features only of its own.
+This happens in whole calls, in which each rank would otherwise make the features of all pictures. A rank computes
+neighboring pictures, or frames of films, and sends their features to the others. The gradients of features are summed
+back to the rank that made them. So a tower's parameters get the gradient of the rank's own pictures from the tokens of
+all ranks, times the number of ranks, and the mean over ranks is the plain gradient. A rank without pictures computes
+the smallest one but sends nothing: every parameter needs a gradient, and ranks must gather partitioned parameters
+together.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .cuts import GRID, SAME, Cut, Pictures, cut_of, joined
 PICTURES, FILMS = "get_image_features", "get_video_features"
 METHODS = (PICTURES, FILMS, "get_audio_features")
 FEATURES = "features of pictures"
-KIND = "features"  # what `sp.comm.received` counts them as
+KIND = "features"  # the name under which `sp.comm.received` counts them
 Cuts = dict[str, Cut]
 
 
 class Replaced(NamedTuple):
-    """A method in place of which another one is called, until `remove`."""
+    """A method that is replaced by another one until `remove`."""
 
     owner: nn.Module
     name: str
@@ -53,7 +53,8 @@ class Replaced(NamedTuple):
 
 
 def owner_of(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the innermost module with a method that makes features, and says of which inputs; None without one."""
+    """Return the innermost module with a method that makes features and declares from which inputs; None if there is
+    none."""
     found = [module for module in model.modules() if hasattr(module, name)]
     return next((x for x in reversed(found) if "args" not in _names(x, name)), None)
 
@@ -63,7 +64,7 @@ def _names(owner: nn.Module, name: str) -> list[str]:
 
 
 def cuts_for(model: PreTrainedModel, sp: SequenceParallel) -> Cuts:
-    """Return how a model's methods that make features are divided, by their names. Collective over `sp`.
+    """Return how a model's methods that make features are divided, by method name. Collective over `sp`.
 
     Args:
         model: A transformers model, unwrapped. Its tensors are not read.
@@ -91,8 +92,8 @@ def cuts_for(model: PreTrainedModel, sp: SequenceParallel) -> Cuts:
 
 
 def divide(model: PreTrainedModel, sp: SequenceParallel, cuts: Mapping[str, Cut]) -> list[Any]:
-    """Divide the pictures of a model's whole calls among the ranks of a sequence, and let all ranks call its towers
-    together where these are partitioned.
+    """Divide the pictures of a model's whole calls among the ranks of a sequence, and make all ranks call its towers
+    together if these are partitioned.
 
     Args:
         model: A transformers model, unwrapped, or its small copy.
@@ -100,7 +101,7 @@ def divide(model: PreTrainedModel, sp: SequenceParallel, cuts: Mapping[str, Cut]
         cuts: From `cuts_for`.
 
     Returns:
-        What undoes it, by `remove`.
+        Objects whose `remove` undoes it.
     """
     found = {name: owner for name in METHODS if sp.size > 1 and (owner := owner_of(model, name)) is not None}
     of_owners = {owner: tuple(name for name, x in found.items() if x is owner) for owner in found.values()}
@@ -112,7 +113,8 @@ def divide(model: PreTrainedModel, sp: SequenceParallel, cuts: Mapping[str, Cut]
 
 
 def _replace(owner: nn.Module, name: str, instead: Callable[..., Any]) -> Replaced:
-    """Call `instead(arguments by name, the method)` in place of a module's method. A copy of the module does so too."""
+    """Replace a module's method by `instead(arguments by name, the method)`. This also holds for copies of the
+    module."""
     plain, names = getattr(type(owner), name), _names(owner, name)
 
     @functools.wraps(plain)
@@ -149,11 +151,11 @@ def _features(sp: SequenceParallel, cut: Cut, arguments: dict[str, Any], method:
 
 
 def _gathered(sp: SequenceParallel, own: dict[str, Any], has_share: bool) -> list[Any]:
-    """Return the fields of each rank's features, by its number; None without a share. Collective over `sp`."""
+    """Return the fields of each rank's features, by rank; None for a rank without a share. Collective over `sp`."""
     told = tree_map(lambda x: x.detach().to("meta"), own) if has_share else None
     by_rank = [told for _, told in all_gather_objects(sp.groups.control, (FEATURES, told))]
     leaves = [[] if told is None else tree_leaves(told) for told in by_rank]
-    mine = torch.cat([x.flatten() for x in tree_leaves(own)])  # of the widest dtype of all
+    mine = torch.cat([x.flatten() for x in tree_leaves(own)])  # in the widest dtype of all
     whole = _Gathered.apply(mine, [sum(x.numel() for x in each) for each in leaves], sp)
     pieces = iter(whole.split([x.numel() for each in leaves for x in each]))
     parts: list[Any] = [None] * sp.size
@@ -164,7 +166,7 @@ def _gathered(sp: SequenceParallel, own: dict[str, Any], has_share: bool) -> lis
 
 
 class _Gathered(Function):
-    """(elements of this rank, how many each rank sends: all of its own or none) -> those of all ranks."""
+    """(elements of this rank, how many each rank sends: all of its own or none) -> the elements of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, sizes: list[int], sp: SequenceParallel) -> Tensor:
@@ -185,7 +187,7 @@ class _Gathered(Function):
 
 
 def _exchanged(sp: SequenceParallel, own: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-    """Return so many elements of each rank, to each of which this one sends so many of its own."""
+    """Exchange elements: return the given number from each rank, and send the given number of this rank's to each."""
     received = own.new_empty(sum(receives))
     sp.comm.exchange_with_all(f"the exchange of {FEATURES}", KIND, own, received, (tuple(sends), tuple(receives)))
     return received
@@ -195,7 +197,7 @@ def _exchanged(sp: SequenceParallel, own: Tensor, sends: list[int], receives: li
 
 
 def cuts_of(small: PreTrainedModel, batch: Mapping[str, Any]) -> Cuts:
-    """Return how the methods of a small copy that make features can be divided, by their names.
+    """Return how the methods of a small copy that make features can be divided, by method name.
 
     Args:
         small: The copy.
@@ -222,9 +224,9 @@ def cuts_of(small: PreTrainedModel, batch: Mapping[str, Any]) -> Cuts:
 
 
 def _films(cut: Cut, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments for a film of two frames and one of one, made of those for pictures."""
+    """Return arguments for two films, of two frames and of one frame, made from the arguments for pictures."""
     pictures = Pictures(arguments, cut)
     one, films = pictures.part(0, 1), pictures.part(0, 2)
     frame, grid = one[pictures.values], films[cut.grid].clone()
-    grid[:1, :-2] = 2  # one without frames is left as it is, and fits no films
+    grid[:1, :-2] = 2  # a grid without frames stays unchanged, and fits no films
     return films | {pictures.values: torch.cat([frame.flip(-2), films[pictures.values]], cut.dim), cut.grid: grid}

@@ -1,10 +1,10 @@
-"""Attention modules that compute some heads at a time, projections included.
+"""Attention modules that compute a few heads at a time, including projections.
 
 A head chunk is a slice of heads: rows of the weights that make q, k and v, and columns of the output projection's
 weight. It projects the layer's input, attends, and adds its part to the output. So q, k, v and the attention output
-never exist for all heads at once. Backward repeats the head chunks: it projects once more, uses the attention results
-that forward saved, and adds the head chunk's part to the gradient of the input. The gradients of a weight's slices fill
-one gradient of the weight, which reaches the parameter, and so ZeRO and DDP, once.
+never exist for all heads at once. Backward repeats the head chunks: it projects again, uses the attention results that
+forward saved, and adds each head chunk's part to the gradient of the input. The gradients of a weight's slices fill a
+single gradient of the weight, so the parameter, and hence ZeRO and DDP, gets it once.
 
 Between projections and attention, families have norms of q and k, RoPE, or sinks. These are computed by the forward of
 the family's own class, on a copy of the module (its twin) that has the head chunk's heads.
@@ -42,10 +42,8 @@ ALL_HEADS = SECTION + ".head_chunks: projections are computed for all heads at o
 
 
 def use_head_chunks(module: Any) -> None:
-    """Make the sharded forwards of an attention module compute its heads in head chunks.
-
-    Their number comes from the settings of its SequenceParallel. ZeRO-3 then gathers all parameters of the module
-    together, as a leaf.
+    """Make an attention module compute its heads in head chunks in sharded forwards. The settings of its
+    SequenceParallel give the number of chunks. ZeRO-3 then gathers all parameters of the module together, as a leaf.
     """
     own = patched(module)
     if own.sp.config.head_chunks == 1 or own.sp.config.overlap:
@@ -136,8 +134,7 @@ class _HeadChunkForward:
         """Compute the forward.
 
         Returns:
-            (the output, the attention results of all head chunks that backward needs; [] where a checkpoint keeps
-                them).
+            (the output, the attention results of all head chunks that backward needs; [] if a checkpoint keeps them).
         """
         out, results = torch.empty(0), list[Tensor]()
         for index in range(len(self.head_chunks)):
@@ -162,7 +159,7 @@ class _HeadChunkForward:
     def attention(self, x: Tensor) -> Callable[..., tuple]:
         """Return the forward of the module's class as a function of a twin.
 
-        Of x only the shape matters: twins have their projections' results.
+        Only the shape of x matters, since twins have the results of their projections.
         """
         return lambda twin: self.class_forward(twin, x, *self.args)
 
@@ -208,7 +205,7 @@ class _HeadChunkForward:
 
         Args:
             grad: The gradient of the module's output.
-            gradients: Takes the gradients of the output projection; None: it has them already.
+            gradients: Takes the gradients of the output projection; None if it already has them.
         """
         d_attended = torch.empty_like(attended)
         with (gradients or Gradients()).adding([] if gradients is None else chunk.leaves_out) as differentiate:
@@ -227,10 +224,10 @@ class _HeadChunkForward:
 
         Args:
             results: The head chunk's attention results.
-            dx: The gradient of x so far; None: this is the first head chunk.
+            dx: The gradient of x so far; None for the first head chunk.
 
         Returns:
-            The gradient of x; None where x needs none.
+            The gradient of x; None if x needs none.
         """
         anchor = torch.zeros((), requires_grad=True, device=x.device)
         has_delta = is_delta(results[0])  # `without_outs` has replaced out
@@ -241,7 +238,7 @@ class _HeadChunkForward:
             # edges do not keep the tensors alive
             input_edges = [get_gradient_edge(tensor) for tensor in projected.values()]
             attended = HeadChunkReplay(results, self.keeps).run(chunk.attend, self.attention(x), projected)
-        # beside out and lse only the keys' common part, see `without_outs`
+        # besides out and lse only the keys' common part, see `without_outs`
         self.plain = len(results) == 2 + DENSE.has_common(x.dtype) and _is_viewed(attended, results[0])
         d_attended = self.outward_backward(chunk, attended, grad, None if has_delta else gradients)
         output_edges = [get_gradient_edge(attended)]
@@ -262,13 +259,14 @@ class _HeadChunkForward:
 
 
 def _is_viewed(attended: Tensor, out: Tensor) -> bool:
-    """Return whether what the output projection gets is attention's out itself, in another shape."""
+    """Return whether the output projection gets attention's out itself, in another shape."""
     is_same = attended.numel() == out.numel() and attended.storage_offset() == out.storage_offset()
     return is_same and attended.is_contiguous() and attended.untyped_storage() is out.untyped_storage()
 
 
 class _GraphStart(Function):
-    """The identity of x, at the start of a graph. Unlike a leaf's, its edge does not keep the tensor alive."""
+    """The identity of x, at the start of a graph. Unlike the edge of a leaf, its edge does not keep the tensor
+    alive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compute a function of each token tile by tile, so that its intermediate tensors never exist for all tokens at once.
+"""Compute a per-token function tile by tile, so that its intermediate tensors never exist for all tokens at once.
 
 Source: TiledMLP and the tiled loss of ALST (arXiv 2506.13996, section 3.1). DeepSpeed (`sequence_tiled_compute`) adds
 up the gradients of tiles in `.grad`, in the parameters' dtype, and marks each parameter so that ZeRO knows the last
@@ -6,9 +6,9 @@ tile. Here no parameter gets a gradient until all tiles are done. `torch.autogra
 and runs no hook of a parameter. They are summed in fp32 or wider, and returned once, as the gradients of the function.
 So ZeRO and DDP get one gradient per parameter and backward pass, whatever the number of tiles.
 
-Backward recomputes each tile. A loss needs no second run: the gradient that arrives is one factor for all tiles, so
-their gradients are computed in forward, as DeepSpeed does. In fp16 tiles of a loss are recomputed too, because their
-gradients need the loss scale.
+Backward recomputes each tile. A loss needs no second run: the incoming gradient is one factor for all tiles, so their
+gradients are computed in forward, as in DeepSpeed. In fp16 tiles of a loss are recomputed too, because their gradients
+need the loss scale.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Compute = Callable[[Tensor, slice], Tensor]  # called with a tile (B, t, d) and 
 def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int) -> Tensor:
     """Compute compute(x) over `tiles` tiles of dim 1.
 
-    Backward returns the gradient of x as one tensor, and those of the parameters in their own dtype. All that backward
-    needs is saved before anything is computed. So torch's non-reentrant checkpoint, which repeats a forward only up to
-    the last tensor that it needs, stops before the tiles.
+    Backward returns the gradient of x as one tensor, and those of the parameters in their own dtype. Everything that
+    backward needs is saved before anything is computed. So torch's non-reentrant checkpoint, which repeats a forward
+    only up to the last tensor it needs, stops before the tiles.
 
     Args:
         compute: A function that treats tokens independently, and keeps the shape.
         x: (B, s, d).
-        parameters: Those that compute uses and that need gradients.
+        parameters: The parameters that compute uses and that need gradients.
         tiles: The number of tiles.
     """
     run = _TiledForward(compute, x, tuple(parameters), tiles)
@@ -50,21 +50,19 @@ def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles
 
 
 def tiled_sum(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Tensor:
-    """Return the sum over tiles of compute(tile), a scalar; otherwise as `tiled`.
-
-    Gradients are computed in forward, and backward multiplies them by the gradient that arrives. A second backward
-    raises RuntimeError.
+    """Return the sum over tiles of compute(tile), a scalar; otherwise like `tiled`. Gradients are computed in forward,
+    and backward multiplies them by the incoming gradient. A second backward raises RuntimeError.
 
     Args:
-        sums: The sums of gradients of the parameters that compute uses and that need gradients; compute may add to them
-            itself (`GradientSums.linear`).
+        sums: The gradient sums of the parameters that compute uses and that need gradients. compute may add to them
+        itself (`GradientSums.linear`).
     """
     run = _TiledForward(compute, x, sums.parameters, tiles)
     return _Summed.apply(run, sums, torch.is_grad_enabled() and not run.needs_loss_scale(x), x, *sums.parameters)
 
 
 def tiled_by_token(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Tensor:
-    """Return compute(tile) (B, t, n) of all tiles, where n need not be d; otherwise as `tiled_sum`.
+    """Return compute(tile) (B, t, n) for all tiles, where n need not equal d; otherwise like `tiled_sum`.
 
     Backward recomputes each tile, and may run again.
     """
@@ -74,7 +72,7 @@ def tiled_by_token(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) 
 def tile_slices(tokens: int, tiles: int) -> list[slice]:
     """Return the slices of `tokens` tokens into `tiles` tiles that are as even as possible.
 
-    There are at most as many as tokens, and at least one.
+    There is at least one tile, and at most one per token.
     """
     tiles = max(1, min(tiles, tokens))
     ends = [tokens * i // tiles for i in range(tiles + 1)]
@@ -82,7 +80,7 @@ def tile_slices(tokens: int, tiles: int) -> list[slice]:
 
 
 class _TiledForward:
-    """One tiled forward, with all that its backward repeats: tiles, autocast, and random numbers."""
+    """One tiled forward, with everything that its backward repeats: tiles, autocast, and random numbers."""
 
     def __init__(self, compute: Compute, x: Tensor, parameters: tuple[nn.Parameter, ...], tiles: int) -> None:
         self.compute, self.parameters = compute, parameters
@@ -98,7 +96,7 @@ class _TiledForward:
         out = None
         for cut in self.slices:
             tile = self.compute(x[:, cut], cut)
-            if out is None:  # autocast may have chosen another dtype than x's
+            if out is None:  # autocast may have chosen a dtype other than x's
                 out = tile.new_empty(*x.shape[:2], *tile.shape[2:])
             out[:, cut] = tile
         assert out is not None  # there is always a tile
@@ -108,18 +106,18 @@ class _TiledForward:
         return torch.stack([self.compute(x[:, cut], cut) for cut in self.slices]).sum()
 
     def recompute(self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor], sums: GradientSums) -> Tensor | None:
-        """Return the gradient of x, by a second run of the forward under its own conditions; see `gradients`."""
+        """Return the gradient of x from a second run of the forward under the original conditions; see `gradients`."""
         with self.conditions.restored():
             return self.gradients(x, wants_x, grad, sums)[1]
 
     def gradients(
         self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor] | None, sums: GradientSums
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Compute the gradients of all tiles. Those of parameters are added to sums.
+        """Compute the gradients of all tiles. Parameter gradients are added to sums.
 
         Args:
             wants_x: Whether x needs a gradient.
-            grad: Returns the gradient of a tile's result; None: the results are scalars, and it is 1.
+            grad: Returns the gradient of a tile's result; None: the results are scalars with gradient 1.
 
         Returns:
             (the results of tiles if they are scalars, the gradient of x or None).
@@ -139,7 +137,7 @@ class _TiledForward:
                     tile_dx = gradients.pop(0)
                     dx[:, cut] = 0 if tile_dx is None else tile_dx
                 sums.add(gradients)
-                del gradients, out  # otherwise the next tile's would be allocated beside them
+                del gradients, out  # otherwise they would still be allocated with the next tile's
         return results, dx
 
 
@@ -208,7 +206,7 @@ class _TiledOutput(Function):
 
 
 class _Summed(Function):
-    """The sum of the tiles' results. With `early` gradients are computed in forward."""
+    """The sum of the tiles' results. With `early`, gradients are computed in forward."""
 
     @staticmethod
     def forward(
@@ -236,7 +234,7 @@ class _Summed(Function):
 
 
 class _ByToken(Function):
-    """The results of all tiles, for each token."""
+    """The per-token results of all tiles."""
 
     @staticmethod
     def forward(ctx: Any, run: _TiledForward, sums: GradientSums, x: Tensor, *parameters: nn.Parameter) -> Tensor:
@@ -258,7 +256,7 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def tile_count(total: int, tile_size: int) -> int:
-    """Return the number of tiles of at most `tile_size` in each, for `total` in all; at least 1."""
+    """Return the number of tiles of at most `tile_size` that cover `total`; at least 1."""
     return max(1, -(-total // tile_size))
 
 
@@ -282,8 +280,8 @@ class GradientSums:
     def linear(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
         """Return x W^T + b, for x (B, t, d).
 
-        If the weight is one of the parameters, its gradient is added to the sum a few rows at a time: a whole gradient
-        of a vocabulary's weight for each tile would take as much memory as the sum.
+        If the weight is one of the parameters, its gradient is added to the sum a few rows at a time. For a
+        vocabulary's weight, a whole gradient per tile would take as much memory as the sum.
         """
         index = next((i for i, parameter in enumerate(self.parameters) if parameter is weight), None)
         if index is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
@@ -302,10 +300,10 @@ class GradientSums:
             rows += grad_rows.T @ x
 
     def pop_all(self, factor: Tensor | None = None) -> Iterator[Tensor | None]:
-        """Yield the sum of each parameter in the parameter's dtype, and drop each sum after that.
+        """Yield each parameter's sum in the parameter's dtype, and drop it afterwards.
 
         Args:
-            factor: A scalar tensor that the sums are multiplied by.
+            factor: A scalar tensor by which the sums are multiplied.
 
         Yields:
             The sum; None for a parameter that no tile used.

@@ -1,9 +1,7 @@
-"""The loss of a causal language model in tiles, whatever lies between its head and the loss.
-
-Families scale or cap their logits, and add a loss that balances experts. No code here repeats that. The forward of the
-model's own class runs once for each tile, on a copy of the model (a twin). The twin's base model returns that tile of
-the last hidden state. It runs once more with the real base model, whose output is cut to no tokens, for everything
-else.
+"""The tiled loss of a causal language model, independent of what happens between its head and the loss. Families scale
+or cap their logits, or add a loss that balances experts. None of that is duplicated here. The forward of the model's
+own class runs once for each tile, on a copy of the model (a twin). The twin's base model returns that tile of the last
+hidden state. For everything else it runs once more with the real base model, whose output is cut to no tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +39,8 @@ def token_losses(logits: Tensor, labels: Tensor) -> float:
 
 
 def model_forward(plain: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a causal language model's forward with a tiled loss; without tiles, call the plain one, of its class."""
+    """Compute a causal language model's forward with a tiled loss. Without tiles, call the plain forward of its
+    class."""
     inputs = {**dict(zip(_argument_names(model), args, strict=False)), **kwargs} if args else kwargs
     if not _wants_tiles(model, inputs):
         return plain(model, *args, **kwargs)
@@ -85,8 +84,8 @@ def _loss(model: Any, inputs: dict[str, Any], base: Any) -> Tensor:
 def through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Compute sum_tiles(head's forward, x, sums) inside one call of the head.
 
-    So hooks on the head, such as ZeRO-3's, get no tiles. For that call alone the head's forward is replaced; others may
-    have replaced it before.
+    So hooks on the head, such as ZeRO-3's, do not see tiles. The head's forward, which others may have replaced
+    already, is replaced only for this call.
     """
     head_forward, instance_forward = head.forward, vars(head).get("forward")
     has_children, partitioned = any(head.children()), any(hasattr(p, ZERO_ID) for p in head.parameters())
@@ -112,7 +111,7 @@ def through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 def _output_without_tokens(model: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return (the base model's output, the model's output for no tokens): all but the loss of tokens."""
+    """Return (the base model's output, the model's output for no tokens): everything except the loss of tokens."""
     outputs: list[Any] = []
 
     def base(*args: Any, **kwargs: Any) -> Any:
@@ -166,14 +165,14 @@ def class_forward(model: Any, base: Callable[..., Any], head: Callable[..., Tens
 def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> Any:
     """Return a copy of the model with another base model and head.
 
-    It is of the same class, so a subclass's overrides hold.
+    It has the same class, so the overrides of a subclass apply.
     """
     twin = object.__new__(type(model))
     vars(twin).update(vars(model))
     own = patch_on(model)
     name, *inside = ((own and own.base) or model.base_model_prefix).split(".")
     called: Any = Instead(base_of(model), base)
-    for part in reversed(inside):  # where the head calls a part of its base model
+    for part in reversed(inside):  # in case the head calls a part of its base model
         called = types.SimpleNamespace(**{part: called})
     replaced = {name: called, "lm_head": Instead(model.lm_head, head)}
     vars(twin).update(replaced)
@@ -182,7 +181,7 @@ def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> 
 
 
 class Instead:
-    """A function in the place of a module, of which a forward may read other attributes."""
+    """A function in place of a module. A forward may still read the module's other attributes."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         self.module, self.function = module, function
@@ -195,7 +194,7 @@ class Instead:
 
 
 def loss_tiles(model: Any, x: Tensor) -> int:
-    """Return in how many tiles to compute the logits of the last hidden state x (B, s, d)."""
+    """Return the number of tiles for the logits of the last hidden state x (B, s, d)."""
     tiles, vocab = patch_of(model).sp.config.loss_tiles, model.config.get_text_config(decoder=True).vocab_size
     if tiles in (1, "auto"):
         return tile_count(x.shape[0] * x.shape[1] * vocab * 4, most_logits(vocab, x.shape[2]))

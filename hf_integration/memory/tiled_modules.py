@@ -1,9 +1,9 @@
 """Tiled MLPs, norms and a tiled loss for patched models: which modules, in how many tiles, and when.
 
-The tiles of an MLP run inside one call of its module, and so do those of the head with the loss. So hooks on the
-module, such as ZeRO-3's, get one call and one backward, and ranks may have different numbers of tiles. Hooks on modules
+All tiles of an MLP run inside one call of its module, and likewise the tiles of the head and the loss. So hooks on the
+module, such as ZeRO-3's, see one call and one backward, and ranks may have different numbers of tiles. Hooks on modules
 inside an MLP would run once per tile. Therefore the MLP is marked as a leaf of ZeRO-3, which then gathers and reduces
-all its parameters together. How the loss is tiled: `tiled_loss`.
+all its parameters together. For the tiling of the loss see `tiled_loss`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .tiled_loss import model_forward
 
 
 def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
-    """Raise ConfigError where the model cannot have the `mlp_tiles` or `loss_tiles` of the config."""
+    """Raise ConfigError if the model does not support the `mlp_tiles` or `loss_tiles` of the config."""
     if patch_of(model) is not None:
         return
     mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
@@ -63,7 +63,7 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
 
 
 def tile(model: Any, config: SequenceParallelConfig) -> bool:
-    """Replace the forward of MLPs, norms and the model itself by tiled ones, as the config says. Checks nothing.
+    """Replace the forward of MLPs, norms and the model itself by tiled ones, as the config specifies. Checks nothing.
 
     Returns:
         Whether any module is tiled.
@@ -83,9 +83,8 @@ def tile(model: Any, config: SequenceParallelConfig) -> bool:
 
 @contextlib.contextmanager
 def evaluating_loss(model: nn.Module) -> Iterator[None]:
-    """Context manager in which forwards without gradients compute the loss in tiles too, and no logits.
-
-    Does nothing for a model without tiles.
+    """Context manager in which forwards without gradients also compute the loss in tiles, without logits. Has no effect
+    on a model without tiles.
     """
     patch = patch_of(unwrapped(model))
     if patch is None:
@@ -99,9 +98,8 @@ def evaluating_loss(model: nn.Module) -> Iterator[None]:
 
 
 def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
-    """Return the dense MLPs.
-
-    Experts are left out: hooks read their routers once per layer, for the loss that balances them.
+    """Return the dense MLPs. Experts are excluded: hooks read their routers once per layer, for the loss that balances
+    them.
     """
     layers = getattr(base_of(model), "layers", ()) if tiles != 1 else ()
     mlps = [layer.mlp for layer in layers if hasattr(getattr(layer, "mlp", None), "down_proj")]
@@ -111,10 +109,7 @@ def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
 
 
 def _norms(model: Any) -> list[nn.Module]:
-    """Return the norms over whole hidden states.
-
-    With their fp32 copies they take more memory than attention does.
-    """
+    """Return the norms over whole hidden states. With their fp32 copies, norms take more memory than attention."""
     base = base_of(model)
     children = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
     norms = [module for module in (*children, *base.children()) if type(module).__name__.endswith("Norm")]
@@ -126,7 +121,7 @@ def _norms(model: Any) -> list[nn.Module]:
 def _head(model: Any, tiles: int | str) -> list[nn.Module]:
     """Return [the head] if the model has one and the loss is to be tiled, else [].
 
-    "auto" leaves the loss to Liger's fused one.
+    "auto" leaves the loss to Liger's fused loss if there is one.
     """
     if tiles == 1:
         return []
@@ -142,15 +137,16 @@ def _has_other_forward(module: nn.Module) -> bool:
 
 
 def _zero_leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
-    """Return the tiled modules with children, MLPs and heads with LoRA: ZeRO-3 treats each as one (a leaf)."""
+    """Return the tiled modules with children, that is, MLPs and heads with LoRA. ZeRO-3 treats each as one unit (a
+    leaf)."""
     return [module for module in (*mlps, *head) if next(module.children(), None) is not None]
 
 
 def before_leaf(module: Any, args: tuple) -> tuple | None:
     """Prepare a leaf's call under ZeRO-3.
 
-    An input without gradient (LoRA in a first layer) gets one: otherwise ZeRO-3 would reduce the leaf's gradients too
-    early.
+    An input that requires no gradient (LoRA in a first layer) is made to require one; otherwise ZeRO-3 would reduce the
+    leaf's gradients too early.
     """
     needs_grad = args and hasattr(module, ZERO_ID) and torch.is_grad_enabled() and not args[0].requires_grad
     if needs_grad and trained_parameters(module):
@@ -164,7 +160,7 @@ def _tiled_forward(
 ) -> Tensor:
     """Compute the forward of an MLP or a norm in tiles of tokens: (B, s, hidden size) -> the same shape."""
     x, *others = *args, *kwargs.values()
-    if others or x.dim() != 3:  # as some models call them
+    if others or x.dim() != 3:  # some models call them like this
         return untiled(module, *args, **kwargs)
     number = tile_count(x.shape[0] * x.shape[1], x.shape[2]) if isinstance(tiles, str) else tiles
     context = current()

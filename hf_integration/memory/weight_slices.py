@@ -1,6 +1,6 @@
 """The slices of an attention module's weights that compute one head chunk, and the sums of their gradients.
 
-Linear layers may have LoRA (peft's `base_layer`, `lora_A`, `lora_B`).
+Linear layers may include LoRA (peft's `base_layer`, `lora_A`, `lora_B`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Slice:
 
     Attributes:
         inward: Name -> a projection with only the rows that make the head chunk's q, k, v.
-        outward: The output projection with only the columns of the head chunk's heads.
+        outward: The output projection with only the columns for the head chunk's heads.
         twin: A copy of the module with the head chunk's heads, for what is computed between projections.
         leaves_in: The leaves of `inward`.
         leaves_out: The leaves of `outward`.
@@ -89,7 +89,7 @@ class Slice:
         return tensor
 
     def rows(self, module: Any, rows: slice) -> Callable[[Tensor], Tensor]:
-        """Return a linear layer (LoRA included) that makes only these output features."""
+        """Return a linear layer, including LoRA, that computes only these output features."""
         leaf = functools.partial(self.leaf, self.leaves_in)
         if not hasattr(module, "base_layer"):
             return functools.partial(F.linear, weight=leaf(module.weight, rows), bias=leaf(module.bias, rows))
@@ -98,7 +98,7 @@ class Slice:
         return _copy_with(module, base_layer=self.rows(module.base_layer, rows), lora_A=downs, lora_B=ups)
 
     def columns(self, module: Any, columns: slice, first: bool) -> Callable[[Tensor], Tensor]:
-        """Return a linear layer (LoRA included) of only these input features; the first head chunk adds the bias."""
+        """Return a linear layer, including LoRA, for only these input features. The first head chunk adds the bias."""
         leaf, every = functools.partial(self.leaf, self.leaves_out), slice(None)
         if not hasattr(module, "base_layer"):
             bias = leaf(module.bias) if first else None
@@ -143,9 +143,8 @@ class Slice:
         return outputs
 
     def blank(self, x: Tensor) -> dict[str, Tensor]:
-        """Return tensors in the shapes of `project` without memory.
-
-        They are for attention that only returns what a checkpoint kept.
+        """Return tensors with the shapes of `project`'s results but without memory, for attention that only returns
+        what a checkpoint kept.
         """
         outputs = {name: projection(x[:, :1]) for name, projection in self.inward.items()}
         return {name: output.new_zeros(()).expand(*x.shape[:2], output.shape[-1]) for name, output in outputs.items()}
@@ -154,7 +153,7 @@ class Slice:
         """Return the attention output of the head chunk's heads (B, s, heads of the head chunk x head_dim).
 
         Args:
-            forward: The forward of the module's class, which is called with the twin.
+            forward: The forward of the module's class; called with the twin.
             projected: What `project` returns. It is emptied, so that each tensor is freed after its use.
         """
         vars(self.twin).update({name: lambda _, name=name: projected.pop(name) for name in projected})
@@ -176,9 +175,8 @@ class _Linear:
 
 
 def _copy_with(module: Any, **new: Any) -> Any:
-    """Return a shallow copy of an object, of the same class, with some attributes replaced.
-
-    Methods that were set on the object itself, as Liger sets them, are bound to the copy.
+    """Return a shallow copy of an object with some attributes replaced. Methods that were set on the object itself, as
+    Liger does, are bound to the copy.
     """
     twin = object.__new__(type(module))
     methods = {name: x for name, x in vars(module).items() if isinstance(x, types.MethodType) and x.__self__ is module}
@@ -191,14 +189,14 @@ class Gradients:
     """Gradients of an attention module's parameters, head chunk by head chunk."""
 
     def __init__(self) -> None:
-        # of parameters of which each head chunk has a slice, in the parameter's dtype
+        # for parameters of which each head chunk has a slice, in the parameter's dtype
         self.whole: dict[nn.Parameter, Tensor] = {}
-        # of parameters that every head chunk uses, summed over head chunks in fp32 or wider
+        # for parameters that every head chunk uses, summed over head chunks in fp32 or wider
         self.shared: dict[nn.Parameter, Tensor] = {}
 
     @contextlib.contextmanager
     def adding(self, leaves: list[Leaf]) -> Iterator[Callable[..., list[Tensor]]]:
-        """Context manager for differentiating tile by tile; at its end it adds the gradients of the leaves.
+        """Context manager for differentiating tile by tile. At its end it adds the gradients of the leaves.
 
         Yields:
             A function (outputs or their edges, inputs, gradients of the outputs) -> gradients of the inputs. Each call
@@ -235,7 +233,7 @@ class Gradients:
         self.whole[parameter][leaf.place] = total
 
     def pop(self, parameter: nn.Parameter) -> Tensor | None:
-        """Remove and return a parameter's gradient, in its dtype; None where no head chunk used the parameter."""
+        """Remove and return a parameter's gradient in the parameter's dtype; None if no head chunk used it."""
         if parameter in self.shared:
             return self.shared.pop(parameter).to(parameter.dtype)
         return self.whole.pop(parameter, None)

@@ -1,9 +1,9 @@
-"""Agreement of ranks, before a forward that is not local, that each has its own tokens, positions and no mask.
+"""Agreement of ranks, before a forward that is not local, that each has its own tokens and positions, and no mask.
 
 Under torch.compile the agreement is an op in the graph, so a compiled model compares its ranks in every forward too.
 
-To read a tensor on a device, the host must wait until the device has done all its work. So positions and masks on a
-device are compared there, and the next forward raises what was wrong.
+Before the host can read a tensor on a device, it must wait for all of the device's work. So positions and masks on a
+device are compared there, and the next forward raises the error if there was one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SKIPS = (
     "training whose sequences ranks share needs all layers in each forward; got layers that are left out by chance, "
     "set layerdrop to 0 in the config before the model is made"
 )
-# what error messages call a sharded forward
+# the name of a sharded forward in error messages
 FORWARD = (
     "a forward of a model that shares sequences (a forward of one rank alone needs "
     "hf_integration.whole_sequences(model))"
@@ -56,7 +56,7 @@ FORWARD = (
 class Agreement:
     """The agreement of a sequence's ranks on each sharded forward of a patched model.
 
-    In the first forward they compare their models too, and in some later ones the weights that are trained.
+    In the first forward they also compare their models, and in some later ones the trained weights.
     """
 
     # while the model's loss is still to be checked in a whole call, the name of what takes check_loss=False ("" where
@@ -69,14 +69,14 @@ class Agreement:
     ) -> None:  # fmt: skip
         self.sp, self.model, self.compared = sp, weakref.ref(model), False
         self.patched = patched  # names of attention modules and mixers in the base model
-        self.skips = skips  # whether chance decides which layers run in training
-        self.drawn: dict[str, str] = {}  # what ranks compare of noise for whole tensors, in the last forward
-        self.inputs = inputs  # how ranks share what the model is called with
+        self.skips = skips  # whether training skips layers at random
+        self.drawn: dict[str, str] = {}  # what ranks compare for noise on whole tensors, from the last forward
+        self.inputs = inputs  # how ranks share the model's arguments
         self.trained = 0  # forwards that a backward may follow
         self.handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict) -> Agreement:
-        """Return the agreement of a copied model, which counts as compared if the model was."""
+        """Return the agreement of a copied model, which counts as compared if the original was."""
         model: Any = self.model()
         if model is None:
             return self
@@ -87,14 +87,14 @@ class Agreement:
     def agree(
         self, inputs: Mapping[str, Any], wrong: str, backward: bool, compiled: bool, batch: ValueChecks | None = None
     ) -> None:
-        """Agree on one forward, before any rank of the sequence sends.
+        """Agree on one forward before any rank of the sequence sends data.
 
         Args:
             inputs: The forward's arguments by name, with this rank's shard.
-            wrong: What is known to be wrong with them, as a sentence; "" for nothing.
+            wrong: What is known to be wrong with them, as a sentence; "" if nothing.
             backward: Whether a backward will follow.
             compiled: Whether the forward is compiled.
-            batch: What ranks compare of a whole batch, whose shards are right; None: the batch came sharded.
+            batch: What ranks compare for a whole batch, whose shards are right; None: the batch was given sharded.
 
         Raises:
             InputError, ConfigError, DisagreementError: On all ranks that share the sequence.
@@ -124,7 +124,7 @@ class Agreement:
         like |= {"backward": backward, "autocast": _autocast_dtype(tokens)}
         like["checkpointed layers"] = sum(map(is_checkpointed, () if model is None else patch_of(model).layers))
         if not self.compared and model is not None:
-            # accelerate's autocast is inside of the forward, where ranks do not compare any more
+            # accelerate's autocast is inside the forward, where ranks no longer compare
             precision = AcceleratorState().mixed_precision if is_initialized() else "no"
             noise = ", ".join(f"{count} of {number}" for number, count in noise_numbers(model).items())
             own = sorted(self.inputs.keys() - TABLE.keys())
@@ -148,7 +148,7 @@ class Agreement:
         batch.post(self.sp.checker)
 
     def _replaced(self, model: PreTrainedModel | None) -> str:
-        """Return the sentence for a module that took a patched one's place; "" where there is none."""
+        """Return the error message for a module that has replaced a patched one; "" if there is none."""
         for name in self.patched if model is not None else ():
             module = functools.reduce(lambda outer, child: getattr(outer, child, None), name.split("."), base_of(model))
             # others may have wrapped it
@@ -160,7 +160,7 @@ class Agreement:
         return ""
 
     def _compare_weights(self, model: nn.Module) -> None:
-        """Compare weights of some training forwards between ranks, each in the next forward."""
+        """Compare weights between ranks for some training forwards, each comparison in the following forward."""
         self.trained += 1
         if not compares_weights(self.trained) or not (sizes := trained_weights(model)):
             return
@@ -174,7 +174,7 @@ class Agreement:
 
 
 def compare_batch(sp: SequenceParallel, batch: ValueChecks | None, error: SeqParError | None = None) -> None:
-    """Compare a whole batch that the base model will shard, or raise an error of this rank on all ranks."""
+    """Compare a whole batch that the base model will shard, or raise this rank's error on all ranks."""
     fields = None if batch is None else batch.fields
     sp.checker.check_deferred("whole batch", fields, error=error, call=FORWARD, advice=_advice_of(sp), like=())
     if batch is not None:
@@ -182,12 +182,12 @@ def compare_batch(sp: SequenceParallel, batch: ValueChecks | None, error: SeqPar
 
 
 def _advice_of(sp: SequenceParallel) -> Advice:
-    """Return the advice on whole batches, which is kept longer than `sp` may be."""
+    """Return the advice on whole batches, which may outlive `sp`."""
     return functools.partial(_advice, sp.calls.count > 0)
 
 
 def _advice(began: bool, fields_by_rank: Mapping[int, Fields]) -> str | None:
-    """Return why ranks were given different batches, or have different models, and what to do."""
+    """Return why ranks may have different batches or models, and what to do about it."""
     if not (reason := mismatch_hints.of_batches(fields_by_rank, began)):
         return mismatch_hints.of_models(fields_by_rank)
     return (
@@ -217,7 +217,7 @@ def agree_in_graph(agreement: Agreement, inputs: Mapping[str, Any], backward: bo
 
 
 def _autocast_dtype(tokens: Tensor | None) -> torch.dtype | None:
-    """Return the dtype of autocast on the tokens' device; None where it is off."""
+    """Return the autocast dtype on the tokens' device; None if autocast is off."""
     device_type = "cpu" if tokens is None else tokens.device.type
     enabled = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
@@ -229,7 +229,7 @@ def tokens_of(inputs: Mapping[str, Any]) -> Any:
 
 
 def wrong_inputs(inputs: Mapping[str, Any]) -> str:
-    """Return what is wrong with arguments that no forward of a base model can take, local or sharded.
+    """Return what is wrong with the arguments of a base model's forward, local or sharded.
 
     Args:
         inputs: The forward's arguments by name.
@@ -267,7 +267,7 @@ def _(tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong
 
 
 def common_misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the sentence for arguments that a forward on shards cannot take; "" where there are none."""
+    """Return the error message for arguments that a forward on shards cannot take; "" if there are none."""
     if has_cache(inputs):
         return "training, and evaluation on shards, take no kv cache; got one, leave out use_cache and past_key_values"
     if refused := refusal(TABLE, inputs):
@@ -282,7 +282,8 @@ WHOLE_ONLY = "a {} needs whole batches, of which its head sees whole outputs; go
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the sentence for a sharded batch that is wrong whatever values its tensors have; "" where it is right."""
+    """Return the error message for a sharded batch that is wrong regardless of its tensors' values; "" if it is
+    right."""
     if wrong := common_misuse(inputs):
         return wrong
     labels, tokens = inputs.get("shift_labels"), tokens_of(inputs)

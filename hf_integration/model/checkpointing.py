@@ -1,4 +1,4 @@
-"""Gradient checkpointing of transformers models in which attention runs once (ds_seqpar.memory.checkpoints).
+"""Gradient checkpointing for transformers models in which attention runs only once (ds_seqpar.memory.checkpoints).
 
 `gradient_checkpointing_enable` sets a checkpoint function on each layer, which is wrapped before a sharded forward. So
 that function needs no context_fn, may be reentrant, and may be set at any time.
@@ -34,7 +34,7 @@ def is_checkpointed(layer: Any) -> bool:
 
 
 class AsInForward:
-    """A checkpoint function whose second run, in backward, repeats its first, whatever forwards came between.
+    """A checkpoint function whose second run, in backward, repeats its first, regardless of forwards in between.
 
     It is local or sharded as the first was. torch's checkpoint restores the random state for it.
 
@@ -69,7 +69,7 @@ class AsInForward:
 
 
 def keep_attention(layers: tuple[Any, ...], base: nn.Module, sp: SequenceParallel) -> None:
-    """Wrap the layers' checkpoint functions, so that they keep attention's results where the settings say so."""
+    """Wrap the layers' checkpoint functions so that they keep attention's results if the settings enable it."""
     if torch.compiler.is_compiling():
         return  # the compiler decides what to keep
     for layer in layers:

@@ -1,4 +1,4 @@
-"""What a patched model's modules are given and make, looked at where `check_finite` is set and nothing is compiled."""
+"""Check the inputs and outputs of a patched model's modules, if `check_finite` is set and nothing is compiled."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ds_seqpar.guards.finite import Finite, not_finite
 
 
 def watch(model: nn.Module, sp: SequenceParallel) -> list[RemovableHandle]:
-    """Register hooks on all modules and trained parameters of a model. None that is registered before may shard a
-    batch, or gather an output.
+    """Register hooks on all modules and trained parameters of a model. No hook registered earlier may shard a batch or
+    gather an output.
 
     Returns:
-        The hooks; none where `check_finite` is not set.
+        The hooks; none if `check_finite` is not set.
     """
     handles: list[RemovableHandle] = []
     if (finite := sp.finite) is None:
@@ -36,7 +36,7 @@ def watch(model: nn.Module, sp: SequenceParallel) -> list[RemovableHandle]:
 def _before(finite: Finite, name: str, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
     if not torch.compiler.is_compiling():
         for field, x in _tensors({**dict(enumerate(args)), **kwargs}):
-            if "mask" not in field:  # which has -inf
+            if "mask" not in field:  # a mask contains -inf
                 what = f"{field} of {name}" if field in kwargs else f"the input of {name}"
                 finite.look(what, "which came in, and which no module before it made", x, "see what made it")
 
@@ -58,6 +58,6 @@ def _after(finite: Finite, name: str, module: nn.Module, args: tuple, output: An
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of the field and the tensor of all tensors in a module's arguments or output."""
+    """Yield the field name and the tensor for all tensors in a module's arguments or output."""
     for name, x in value.items() if isinstance(value, Mapping) else enumerate((value,)):
         yield from ((str(name), leaf) for leaf in tree_leaves(x) if isinstance(leaf, Tensor))

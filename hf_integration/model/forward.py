@@ -1,13 +1,12 @@
-"""Hooks around the forwards of a patched model: what a forward is, and what its parts are given.
+"""Hooks around the forwards of a patched model: they decide the kind of a forward and what its parts are given.
 
-A forward is sharded, whole, a decode step or local. A local one is that of the unpatched model: inside
-`whole_sequences`, and, on one rank, for batches that `shard_batches` did not make. A whole batch is sharded, and the
-output is whole (`whole_calls`), also with a kv cache, of which each rank keeps a part (`generation`). A decode step has
-one new token a row, which all ranks compute. Before a forward that is not local its ranks agree, once, that each was
-given its own tokens with their global positions (`agreement`).
-
-The outermost module that is called decides, of all its arguments by name, and makes the `ForwardContext`. The base
-model passes it to its layers. Checkpoints keep it, so a layer that backward recomputes runs as it did in forward.
+A forward is sharded, whole, a decode step or local. A local forward is that of the unpatched model. Forwards are local
+inside `whole_sequences` and, on one rank, for batches that `shard_batches` did not make. A whole batch is sharded and
+the output is whole (`whole_calls`), even with a kv cache, of which each rank keeps a part (`generation`). A decode step
+has one new token a row, which all ranks compute. Before a forward that is not local, its ranks agree once that each was
+given its own tokens with their global positions (`agreement`). The outermost called module decides, from all its
+arguments by name, and creates the `ForwardContext`. The base model passes it to its layers. Checkpoints keep it, so a
+layer that backward recomputes runs as it did in forward.
 """
 
 from __future__ import annotations
@@ -65,31 +64,31 @@ class Patch:
     facts: Facts
     hooks: list[Any]  # what undoes the patch, by `remove`
     agreement: Agreement
-    layers: tuple[Any, ...]  # those that can be checkpointed
+    layers: tuple[Any, ...]  # the layers that can be checkpointed
     ropes: tuple[nn.Module, ...] = ()  # embeddings that need the longest position
-    takes_keys: bool = False  # whether the model makes an argument of layers of a mask of two dims
-    experts: ExpertBalance | None = None  # None where the loss has no term that balances experts
+    takes_keys: bool = False  # whether the model makes an argument of its layers from a 2-dim mask
+    experts: ExpertBalance | None = None  # None if the loss has no term that balances experts
     stack: nn.Module | None = None  # the module in the base model that shards calls with media
     heads: tuple[nn.Module, ...] = ()  # modules around the base model
-    above: tuple[nn.Module, ...] = ()  # those that get its whole outputs: their loss may be any
+    above: tuple[nn.Module, ...] = ()  # the ones that get its whole outputs, and may compute any loss
     untried: tuple[nn.Module, ...] = ()  # modules whose loss on a sharded batch is still to be checked
     tiled: bool = False  # whether any module is tiled
     evaluating: bool = False  # whether forwards without gradients compute a tiled loss in tiles too
-    # an item for each `whole_sequences` that is active, in whatever thread; they make forwards local
+    # an item for each active `whole_sequences`, in any thread; these make forwards local
     whole: list[None] = dataclasses.field(default_factory=list)
 
     def __deepcopy__(self, memo: dict) -> Patch:
-        """Copy the state; a copy of a model is not inside `whole_sequences`, even where it is made there."""
+        """Copy the state. A copied model is not inside `whole_sequences`, even if it is copied there."""
         return Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": []})
 
     @property
     def is_one_graph(self) -> bool:
-        """Whether nothing in a compiled forward needs the context between its graphs."""
+        """Whether a compiled forward never needs the context between its graphs."""
         return self.facts.keywords and not self.ropes and not self.tiled
 
 
 def text_of(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a batch that a patched model is to be called with, without its media. Raises where it cannot take them."""
+    """Return a batch for a patched model without its media. Raises if the model cannot take them."""
     inner: Any = unwrapped(model)
     patch = patch_of(inner)
     return batch if patch is None else media.text_of(patch.facts, batch, inner.config)
@@ -112,7 +111,7 @@ def hook(module: nn.Module, before: Before) -> list[RemovableHandle]:
 
 
 def _argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a forward's positional arguments; those of the module inside where it only hands them on."""
+    """Return the names of a forward's positional arguments, or those of the inner module if they are only passed on."""
     parameters = inspect.signature(module.forward).parameters.values()
     names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     inner = unwrapped(module)
@@ -132,9 +131,9 @@ Before = Callable[[Bind, Any, tuple, dict[str, Any]], tuple[tuple, dict[str, Any
 def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return whether a forward is local.
 
-    One rank has whole sequences in any case, so there a forward is local too, except for batches of `shard_batches`
-    and a Trainer's batches with labels, which have tiles and checkpoints as on several ranks, and for calls whose rows
-    may share prompts.
+    A single rank always has whole sequences, so its forwards are local too, with two exceptions. Batches of
+    `shard_batches` and a Trainer's batches with labels use tiles and checkpoints as on several ranks. Calls whose rows
+    may share prompts are not local either.
     """
     if patch.whole or patch.sp.size > 1:
         return bool(patch.whole)
@@ -146,7 +145,7 @@ def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> boo
 
 
 def _is_sharded(inputs: Mapping[str, Any]) -> bool:
-    """Return whether arguments have what `shard_batches` adds to every shard."""
+    """Return whether arguments include what `shard_batches` adds to every shard."""
     return inputs.get("placement") is not None or inputs.get("shift_labels") is not None
 
 
@@ -155,15 +154,14 @@ def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Mode:
         return "local"
     if not torch.compiler.is_compiling():
         check_thread()
-    if wrong_inputs(inputs) or _is_sharded(inputs):  # what is wrong the agreement will say
+    if wrong_inputs(inputs) or _is_sharded(inputs):  # the agreement will report what is wrong
         return "sharded"
     return "decode" if takes_cache(module, inputs) and tokens_of(inputs).shape[1] == 1 else "whole"
 
 
 def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> ForwardContext:
-    """Return a context for a module's forward, which is complete where a module around it has decided already.
-
-    Until `_leave` it is the current one. It is that before anything can fail, so that an exception ends it as well.
+    """Return a context for a module's forward, which is complete if an enclosing module has already decided. It is the
+    current context until `_leave`. It becomes current before anything can fail, so an exception also ends it.
     """
     outer = current()
     context = ForwardContext(module=module, outer=outer)
@@ -178,10 +176,10 @@ def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Forwar
 
 
 def _continues(patch: Patch, inputs: Mapping[str, Any], outer: ForwardContext) -> bool:
-    """Return whether a module is called with the shard of the context around it."""
+    """Return whether a module is called with the shard of the enclosing context."""
     given = inputs.get("position_ids")
     if given is None and not patch.facts.attention and outer.positions is not None and not wrong_inputs(inputs):
-        return tokens_of(inputs).shape[1] == outer.positions.shape[1]  # heads pass on no positions
+        return tokens_of(inputs).shape[1] == outer.positions.shape[1]  # heads do not pass on positions
     return given is outer.positions
 
 
@@ -191,10 +189,10 @@ def _complete(
     """Shard a whole batch, agree with the other ranks, and complete the context of a forward.
 
     Args:
-        module: The outermost module that has no whole outputs inside of it.
+        module: The outermost module that does not get whole outputs from a module inside it.
         inputs: Its arguments by name.
         context: Its context, with the mode.
-        wrong: What is wrong with the arguments, as a sentence; "" where they are right.
+        wrong: What is wrong with the arguments, as a sentence; "" if they are right.
         compiled: Whether this runs between the graphs of a compiled model.
 
     Returns:
@@ -235,17 +233,18 @@ def _complete(
 
 
 def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Begin a forward of a module around the base model. One that gets whole outputs leaves sharding to that."""
+    """Begin a forward of a module around the base model. A module that gets whole outputs leaves sharding to the base
+    model."""
     inner, inputs = unwrapped(module), bind(args, kwargs)
     patch = patch_of(inner)
     if patch is None:
         return args, kwargs
-    if torch.compiler.is_compiling():  # the base model does all, in the graph
+    if torch.compiler.is_compiling():  # the base model does everything, in the graph
         if not wrong_inputs(inputs):
             _check_compiled(patch, module, inputs)
         return args, kwargs
     context = _begin(patch, module, inputs)
-    if context.mode is not None or wrong_inputs(inputs):  # arguments may have names of the module's own
+    if context.mode is not None or wrong_inputs(inputs):  # arguments may have names specific to the module
         return args, kwargs
     mode, wrong = _mode(patch, module, inputs), ""
     context = context.replace(mode=mode)
@@ -280,12 +279,13 @@ def _check_compiled(patch: Patch, module: nn.Module, inputs: dict[str, Any]) -> 
 
 
 def _begins_media(patch: Patch, inputs: Mapping[str, Any], context: ForwardContext) -> bool:
-    """Return whether a call is the outermost one of those that the stack inside shares."""
+    """Return whether a call is the outermost of the calls that are shared by the stack inside."""
     return context.is_undecided and context.media is None and media.is_shared_by_stack(patch.facts, inputs)
 
 
 def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: ForwardContext) -> ForwardContext:
-    """Compare the arguments of a call with media, and return its context. The stack inside will shard its own."""
+    """Compare the arguments of a call with media, and return its context. The stack inside will shard its own
+    arguments."""
     documents, error = media.checked(patch.facts, inputs, inner.config)
     whole_calls.compare_inputs(patch.agreement, inner, inputs, media.names_of(patch.facts, inputs), error)
     shape, states = tokens_of(inputs).shape[:2], torch_states(patch.sp.device)
@@ -294,7 +294,7 @@ def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: Forw
 
 
 def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
-    """Return why a module around the base model cannot take a sharded batch; "" where it can."""
+    """Return why a module around the base model cannot take a sharded batch; "" if it can."""
     if not is_causal_lm(inner):
         return WHOLE_ONLY.format(type(inner).__name__)
     return UNSHIFTED if inputs.get("labels") is not None and inputs.get("shift_labels") is None else ""
@@ -317,7 +317,8 @@ def before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def before_stack(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Shard what the stack is given in a call with media. In others the base model around it has sharded it."""
+    """Shard the stack's arguments in a call with media. In other calls the base model around it has already sharded
+    them."""
     context = None if torch.compiler.is_compiling() else current()
     if context is None or context.media is None or context.spec is not None:
         return args, kwargs
@@ -325,7 +326,7 @@ def before_stack(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -
 
 
 def _in_graph(patch: Patch, module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a base model whose forward is part of one graph."""
+    """Return the arguments of a base model whose forward is part of a single graph."""
     if _mode(patch, module, inputs) == "local":
         if wrong := wrong_inputs(inputs):
             raise InputError(wrong)
@@ -358,7 +359,7 @@ def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool
 
 
 def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
-    """Return the arguments with which the base model makes no mask, and no cache of its own."""
+    """Return the arguments changed so that the base model makes neither a mask nor its own cache."""
     call = context.media
     mask = NO_MASK if call is None or call.mask is None else call.mask
     inputs = {name: x for name, x in inputs.items() if name != "placement"} | {"attention_mask": mask}
@@ -428,7 +429,7 @@ def _context_after(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -
 
 
 def _leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    """End the context of a module's forward, also where an exception has ended it."""
+    """End the context of a module's forward, even if the forward ended with an exception."""
     if torch.compiler.is_compiling() and (KEYWORD not in kwargs or kwargs[KEYWORD].module is None):
         return
     _end(module)

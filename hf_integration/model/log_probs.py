@@ -1,7 +1,7 @@
-"""`sp.log_probs`: the log-probability of each label, by a patched model that makes no logits.
+"""`sp.log_probs`: the log-probability of each label from a patched model, without making logits.
 
-The model is called as for its logits, through all that is around it. But where its base model returns the last hidden
-state, the head computes the numbers a token from that, in tiles, and the rest of the forward goes on with no tokens.
+The model is called as for its logits, through all wrappers. But when its base model returns the last hidden state, the
+head computes the per-token numbers from it in tiles, and the rest of the forward continues with no tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .agreement import compare_batch
 from .forward import Patch
 
 TEMPERATURE, ENTROPY = "log_probs_temperature", "log_probs_entropy"  # arguments of the call, which ranks compare
-# those, and other arguments of the call that the model's own forward does not get
+# these, and other arguments of the call that the model's own forward does not get
 TAKEN = {TEMPERATURE, ENTROPY, "fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}
 
 
 @dataclasses.dataclass
 class TokenNumbers(ModelOutput):
-    """Numbers (rows, tokens) of the token that each token is to predict, 0 where that has no label."""
+    """Numbers (rows, tokens) for the token that each token is to predict, 0 if that has no label."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
@@ -63,7 +63,7 @@ def log_probs(
     inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "use_cache": False}
     inputs |= {"fused_lm_head": True, TEMPERATURE: float(temperature), ENTROPY: bool(return_entropy)}
     if getattr(inner.config.get_text_config(decoder=True), "output_router_logits", False):
-        inputs["output_router_logits"] = False  # for a balance of experts that is not asked for
+        inputs["output_router_logits"] = False  # for a balance of experts that is not requested
     call = _Call(sp, inner, temperature, return_entropy)
     hooks = [base_of(inner).register_forward_hook(call.after_base)]
     for head in patch.heads:  # peft may call a model without its hooks
@@ -80,7 +80,7 @@ def log_probs(
 
 
 def _patched(sp: SequenceParallel, model: nn.Module) -> tuple[Any, Patch]:
-    """Return (the model of transformers inside, its patch). Raises ConfigError where it has no logits of its own."""
+    """Return (the transformers model inside, its patch). Raises ConfigError if it does not make logits itself."""
     inner = unwrapped(model)
     patch = patch_of(inner)
     if patch is None or patch.sp is not sp:
@@ -97,7 +97,7 @@ def _patched(sp: SequenceParallel, model: nn.Module) -> tuple[Any, Patch]:
 
 
 def _labels_of(input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the labels of all tokens but padding, and those that only padding could predict."""
+    """Return the labels of all tokens except padding, and the labels that only padding could predict."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise InputError(f"log_probs needs input_ids (rows, tokens); got {describe(input_ids)}, give such")
     labels = input_ids.long()
@@ -108,7 +108,7 @@ def _labels_of(input_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class _Call:
-    """One call of a model, and the hooks that replace its logits by numbers a token."""
+    """One call of a model, with the hooks that replace its logits by per-token numbers."""
 
     shift_labels: Tensor
     numbers: TokenNumbers | None = None
@@ -117,7 +117,7 @@ class _Call:
         self.sp, self.model, self.temperature, self.entropy = sp, model, temperature, entropy
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Take away what is asked for, behind the hook that shards the batch."""
+        """Remove the request from the arguments, after the hook that shards the batch."""
         if TEMPERATURE in kwargs:
             shifted = kwargs.get("shift_labels")
             if shifted is None:  # the forward is local
@@ -133,13 +133,13 @@ class _Call:
         head, tiles = self.model.lm_head, loss_tiles(self.model, output.last_hidden_state)
         numbers = through(head, of_tiles, output.last_hidden_state)
         self.numbers = TokenNumbers(*numbers.unbind(-1))
-        # the rest of the forward does not call the head again, for which ZeRO-3 would fetch it
+        # the rest of the forward does not call the head again, since ZeRO-3 would then fetch it
         classes = vocabulary(self.model)[1]
         vars(self.model)["lm_head"] = Instead(head, lambda x: x.new_empty(*x.shape[:-1], classes))
         return without_tokens(output, [])
 
     def of_tile(self, output_type: type, head: Any, tile: Tensor, cut: slice) -> Tensor:
-        """Return (rows, tokens, numbers) of a tile of the last hidden state."""
+        """Return (rows, tokens, numbers) for a tile of the last hidden state."""
         labels = self.shift_labels[:, cut].to(tile.device)
         logits = class_forward(
             self.model, lambda *args, **kwargs: output_type(last_hidden_state=tile), head, {"input_ids": labels}

@@ -1,12 +1,12 @@
-"""Checks of a model's loss where sequences are shared, and the loss that balances experts.
+"""Checks of a model's loss when sequences are shared, and the loss that balances experts.
 
 A rank's loss of its own tokens must be the sum of token losses on shift_labels over num_items_in_batch. A loss that
-drops both in its **kwargs, or adds a term, would silently train wrong. So losses are tried: a `loss_function` on two
-tokens, and then the loss of a forward, up to rounding. On whole batches a user's own forward gets whole outputs
-instead, so there its loss may be any (`families.is_plain_head`).
+ignores both in its **kwargs, or adds a term, would silently train wrong. So losses are tried: first `loss_function` on
+two tokens, then the loss of a forward, up to rounding. With whole batches a user's own forward gets whole outputs
+instead, so it may compute any loss (`families.is_plain_head`).
 
-The loss that balances experts multiplies two sums over tokens (Switch Transformer, equation 4). A mean of ranks' losses
-would be another number than the unsplit model's, with other gradients. So it is computed from whole sequences.
+The loss that balances experts multiplies two sums over tokens (Switch Transformer, equation 4). The mean of the ranks'
+losses would differ from the unsplit model's loss, and so would the gradients. So it is computed from whole sequences.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..memory.tiled_loss import token_losses
 
 
 def check_function(model: nn.Module, sp: SequenceParallel) -> None:
-    """Raise ConfigError on every rank unless a transformers causal language model's loss_function is right."""
+    """Raise ConfigError on every rank if the loss_function of a transformers causal language model is wrong."""
     if has_loss(model):
         assert_ranks_agree(
             sp.control_world, "loss function", None, error=loss_function_error(unwrapped(model), "initialize")
@@ -39,16 +39,16 @@ def check_function(model: nn.Module, sp: SequenceParallel) -> None:
 
 
 def has_loss(model: nn.Module) -> bool:
-    """Return whether a model is a causal language model of transformers, whose loss is known."""
+    """Return whether a model is a transformers causal language model, whose loss is known."""
     model = unwrapped(model)
     return isinstance(model, PreTrainedModel) and is_causal_lm(model)
 
 
 def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError | None:
-    """Return the error for a wrong `model.loss_function`; None where it is right.
+    """Return the error for a wrong `model.loss_function`; None if it is right.
 
     Args:
-        option_of: The name of what takes check_loss=False, for the message; "" where nothing does.
+        option_of: The name of the function or class that takes check_loss=False, for the message; "" if there is none.
     """
     logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
     shifted = torch.tensor([[2, IGNORE]])  # cannot be made from labels
@@ -84,7 +84,7 @@ class TriedLoss(NamedTuple):
 
     @property
     def rest(self) -> float:
-        """The loss minus its token losses; 0 where the difference is rounding."""
+        """The loss minus its token losses; 0 if the difference is due to rounding."""
         rest = self.value - self.expected
         alike = self.value == self.expected or (math.isnan(self.value) and math.isnan(self.expected))
         return 0.0 if alike or abs(rest) <= self.rounding else rest
@@ -94,10 +94,10 @@ class TriedLoss(NamedTuple):
 
 
 def shard_loss_error(sp: SequenceParallel, tried: TriedLoss | None) -> ConfigError | None:
-    """Return the error for the loss of sharded forwards; None where it is right. Collective over the sequence's ranks.
+    """Return the error for the loss of sharded forwards; None if it is right. Collective over the sequence's ranks.
 
-    The rest of a rank's loss beside token losses may be the same on all ranks, as a penalty on parameters is. Sharded
-    losses are averaged over ranks, where it then counts once.
+    A rank's loss may contain more than token losses if that rest is equal on all ranks, such as a penalty on
+    parameters. Sharded losses are averaged over ranks, so the rest counts once.
     """
     all_tried = [trial for _, trial in all_gather_objects(sp.groups.control, ("loss of the model", tried))]
     if tried is None or not tried.rest:
@@ -112,17 +112,17 @@ def check_loss(
     sp: SequenceParallel, module: nn.Module, inputs: Mapping[str, Any], output: Any, *, share: float = 1.0,
     tiles: list[float] | None = None, option_of: str | None = None, error: ConfigError | None = None,
 ) -> bool:  # fmt: skip
-    """Raise ConfigError on all ranks of a sequence where a rank's loss is more than its token losses.
+    """Raise ConfigError on all ranks of a sequence if one rank's loss is more than its token losses.
 
     Args:
         inputs: The forward's arguments by name, with this rank's shard.
         output: What it returned.
-        share: As for `tried_loss`, and so is `tiles`.
-        option_of: As for `loss_function_error`, of a whole batch; None: the batch came sharded.
-        error: Another error of this rank.
+        share: As for `tried_loss`; the same holds for `tiles`.
+        option_of: As for `loss_function_error`, for a whole batch; None: the batch was given sharded.
+        error: Another error on this rank.
 
     Returns:
-        Whether the batch has what the trial needs.
+        Whether the batch contains what the trial needs.
     """
     labels, items = inputs.get("shift_labels"), inputs.get("num_items_in_batch")
     if labels is None or items is None or inputs.get("labels") is None:
@@ -146,10 +146,10 @@ def tried_loss(
         items: The divisor of their losses.
         output: What the forward returned.
         share: The fraction of the balance of experts that the loss includes.
-        tiles: The sum of token losses of each tile, of a tiled loss, which gives no logits.
+        tiles: The sum of token losses of each tile, if the loss is tiled and there are no logits.
 
     Returns:
-        The trial; None where the loss cannot be tried, as without logits and without a tiled loss.
+        The trial; None if the loss cannot be tried, for example with neither logits nor a tiled loss.
     """
     fields = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
     loss, logits, experts = (fields.get(name) for name in ("loss", "logits", "aux_loss"))
@@ -188,15 +188,14 @@ class ExpertBalance:
         self.sp.sharding.mask_users.discard(self)
 
     def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float, router_logits: Any = None) -> Any:
-        """Replace the balance over this rank's tokens, in a sharded forward's loss, by that over whole sequences.
-
-        Whole router logits, which a head of the user's own got, make a balance that is right already.
+        """In a sharded forward's loss, replace the balance over this rank's tokens by that over whole sequences. The
+        balance is already right if a user's own head got whole router logits.
 
         Args:
             output: What the forward returned. It is changed in place.
             share: The fraction of the balance in a rank's loss: 1 for batches of `shard_batches`, whose losses are
                 averaged over ranks, and 1 / size in a whole call, where they are summed.
-            router_logits: Of the base model, for an output without, as trl's is.
+            router_logits: The base model's, for an output that lacks them, such as trl's.
 
         Returns:
             The output.
@@ -228,7 +227,7 @@ def balance(sp: SequenceParallel, router_logits: tuple[Tensor, ...], chosen: int
     Args:
         router_logits: (tokens, experts) of each layer.
         chosen: The number of experts per token.
-        mask: 0 for tokens that do not count; None: all count.
+        mask: 0 for tokens that do not count; None: all tokens count.
     """
     weight = None if mask is None else mask.reshape(-1, 1).float()
     sums, experts = [], router_logits[0].shape[-1]
@@ -243,7 +242,7 @@ def balance(sp: SequenceParallel, router_logits: tuple[Tensor, ...], chosen: int
 
 
 def check_output(model: Any, inputs: dict[str, Any]) -> None:
-    """Raise ConfigError for a forward that balances experts and returns a tuple, in which the loss has no name."""
+    """Raise ConfigError if a forward that balances experts returns a tuple, in which the loss has no name."""
     wanted = inputs.get("output_router_logits")
     balances = model.config.output_router_logits if wanted is None else wanted
     as_dict = inputs.get("return_dict")

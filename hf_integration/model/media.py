@@ -1,8 +1,7 @@
-"""Calls with pictures, films or sounds: all around the stack of layers runs whole on each rank, the stack on shards.
-
-Models make features of media, put them in the place of tokens' embeddings, and call their stack of layers with these
-`inputs_embeds`. So all before that call is plain code, the same on all ranks, and the stack's call is a whole call.
-Padding and documents are those that the outermost call was given, whatever the model has made of them since.
+"""Calls with pictures, films or sounds: the stack of layers runs on shards, everything around it whole on each rank.
+Models make features from media, put them in place of token embeddings, and call their stack of layers with these
+`inputs_embeds`. So everything before that call is plain code, the same on all ranks, and the stack's call is a whole
+call. Padding and documents are taken from the outermost call, even if the model has changed them since.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ..look.media import placeholders
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The spans of tokens that see one another under a mask, in rows that lie end to end."""
+    """The spans of tokens that see one another under a mask, in rows that are laid end to end."""
 
     spans: tuple[tuple[int, int], ...] = ()
     whole: bool = False  # whether a window leaves a token its whole span
@@ -39,18 +38,18 @@ class Blocks:
 
 @dataclasses.dataclass(eq=False)
 class MediaCall:
-    """What the stack must know of the call of a model with media around it."""
+    """What the stack must know about the enclosing call of a model with media."""
 
     shape: tuple[int, int]  # rows and tokens
-    layout: dict[str, Any]  # the arguments that say where padding and documents lie
-    states: list[Tensor] = dataclasses.field(default_factory=list)  # of random numbers, when the call began
-    masks: list[Blocks] = dataclasses.field(default_factory=list)  # that were made around the stack
-    mask: Any = None  # what the layers get as attention_mask, for `blocks_of`
+    layout: dict[str, Any]  # the arguments that specify where padding and documents are
+    states: list[Tensor] = dataclasses.field(default_factory=list)  # the random states when the call began
+    masks: list[Blocks] = dataclasses.field(default_factory=list)  # the masks that were made around the stack
+    mask: Any = None  # what the layers get as attention_mask
     counts: bool = False  # whether the stack was given its positions
-    documents: Lengths = ()  # of a pack whose masks are made around the stack
+    documents: Lengths = ()  # the documents of a pack whose masks are made around the stack
 
     def add_mask(self, function: Callable[..., Tensor], given: Mapping[str, Any]) -> Tensor:
-        """Keep the blocks of a mask, and return what stands for it: four dims reach the layers unchanged."""
+        """Keep the blocks of a mask and return a stand-in for it with four dims, which reaches the layers unchanged."""
         begin = given["q_offset"]  # tokens in a cache, which the new ones see as text does
         if (given["batch_size"], given["q_length"]) != self.shape or given["kv_length"] != begin + self.shape[1]:
             raise InputError(
@@ -64,15 +63,15 @@ class MediaCall:
     def around(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the outermost module.
 
-        The documents of a pack are in the layout. A mask that transformers makes of them as well would read blocks at
-        places in a document, as if these were places in the pack.
+        The documents of a pack are in the layout. If transformers also made a mask from them, it would look up blocks
+        by positions in a document as if these were positions in the pack.
         """
         positions = inputs.get("position_ids")
         has_axes = isinstance(positions, Tensor) and positions.dim() > 2
         return {name: x for name, x in inputs.items() if not self.documents or has_axes or name != "position_ids"}
 
     def blocks(self, mask: Any) -> Blocks:
-        """Return the blocks of the mask that a layer got."""
+        """Return the blocks of the mask that a layer was given."""
         number = mask.shape[-1] if _stands_for_mask(mask) else 0
         return self.masks[number - 1] if number else Blocks()
 
@@ -88,7 +87,7 @@ class MediaCall:
         masks = [*made.values()] if isinstance(made, Mapping) else [made]
         if isinstance(made, Mapping) or _stands_for_mask(made):
             self.mask = made
-        elif isinstance(made, Tensor) and made.dim() == 2:  # the padding of the call, or what the model made of it
+        elif isinstance(made, Tensor) and made.dim() == 2:  # the padding of the call, or what the model made from it
             masks = []
         if wrong := [x for x in masks if x is not None and not _stands_for_mask(x)]:
             raise InputError(
@@ -104,19 +103,20 @@ class MediaCall:
 
 
 def names_of(facts: Facts, inputs: Mapping[str, Any]) -> list[str]:
-    """Return the names of arguments for which all around the stack must see whole rows."""
+    """Return the names of arguments for which everything around the stack must see whole rows."""
     return [
         name for name, x in inputs.items() if x is not None and (name in MEDIA or (facts.outside and name in TYPES))
     ]
 
 
 def is_shared_by_stack(facts: Facts, inputs: Mapping[str, Any]) -> bool:
-    """Return whether all around the stack runs whole: with media, or a cache, as positions count media before it."""
+    """Return whether everything around the stack runs whole: with media, or with a cache, as positions count earlier
+    media."""
     return bool(names_of(facts, inputs)) or (not facts.no_media and has_cache(inputs))
 
 
 def text_of(facts: Facts, batch: Mapping[str, Any], config: PreTrainedConfig) -> Mapping[str, Any]:
-    """Return a batch without its media. Raises where a model cannot take them."""
+    """Return a batch without its media. Raises if the model cannot take them."""
     if not names_of(facts, batch):
         return batch
     if error := checked(facts, batch, config)[1]:
@@ -126,17 +126,17 @@ def text_of(facts: Facts, batch: Mapping[str, Any], config: PreTrainedConfig) ->
 
 
 def layout_in(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that say where padding and documents lie."""
+    """Return the arguments of a call that specify where padding and documents are."""
     layout = {name: x for name, x in inputs.items() if INPUTS.get(name) == LAYOUT and x is not None}
     positions = layout.get("position_ids")
-    if isinstance(positions, Tensor) and positions.dim() == 3:  # those of text are before three others, if any
+    if isinstance(positions, Tensor) and positions.dim() == 3:  # text axis first, then three others, if any
         layout |= {"position_ids": positions[0]} if len(positions) == 4 else {}
         layout = layout if len(positions) == 4 else {n: x for n, x in layout.items() if n != "position_ids"}
     return layout
 
 
 def checked(facts: Facts, inputs: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Lengths, SeqParError | None]:
-    """Return the documents of a pack with media, and why a model cannot be called with it; None where it can."""
+    """Return the documents of a pack with media, and why a model cannot be called with it; None if it can."""
     if not (names := names_of(facts, inputs)):
         return (), None
     if facts.no_media:
@@ -171,15 +171,15 @@ def blocks_of(
     begin: int = 0,
     documents: Lengths = (),
 ) -> Blocks:
-    """Return the blocks of a causal mask: neighbors that see each other are in one.
+    """Return the blocks of a causal mask: neighbors that see each other share a block.
 
     Args:
-        function: (row, head, query, key) -> whether the query sees the key, as transformers' makers of masks have it.
+        function: (row, head, query, key) -> whether the query sees the key, as in transformers' mask functions.
         shape: Rows and tokens.
         padding: (rows, tokens), 0 for padding, which is in no block.
-        device: Of what the function reads.
+        device: The device of the tensors that the function reads.
         begin: The number of the first token.
-        documents: Of a pack, whose blocks end where they do; () where each row is one.
+        documents: The documents of a pack, at whose ends blocks end; () if each row is one document.
 
     Raises:
         InputError: The keys that a query sees are not one interval.
@@ -220,7 +220,7 @@ def with_blocks(mask: Mask, blocks: Blocks) -> Mask:
 
 
 def masks_of_rows(mask: Mask, blocks: Blocks, cached: CachedForward) -> list[Mask]:
-    """Return the mask of each row of a forward with a cache, whose padding is left out; one where all are alike."""
+    """Return the mask of each row of a forward with a cache, without padding, or a single mask if all are equal."""
     spans: list[list[tuple[int, int]]] = [[] for _ in range(cached.count)]
     for first, end in blocks.spans:
         row, token = divmod(first, cached.columns)

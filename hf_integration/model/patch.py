@@ -1,4 +1,4 @@
-"""Register sequence parallel attention with transformers, and switch models to it. What hooks then do: `forward`."""
+"""Register sequence parallel attention with transformers, and switch models to it. The hooks are in `forward`."""
 
 from __future__ import annotations
 
@@ -63,30 +63,28 @@ from .forward import NO_MASK, Patch, before_base, before_head, before_stack, hoo
 from .losses import ExpertBalance, check_loss, has_loss
 from .weights import check_not_flattened
 
-OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")  # of a call, the first ones also by position
+OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")  # of a call; the first may be positional
 
 
 def patch_attention(
     model: PreTrainedModel, sp: SequenceParallel, inputs: Mapping[str, InputSpec] | None = None
 ) -> PreTrainedModel:
-    """Make every attention of a model exact over sequences that are shared by `sp.size` ranks.
-
-    Call the patched model with whole batches, the same on the ranks that share them, to get whole outputs; or with what
-    `sp.shard_batches` returns, to get this rank's shards. A model that is already patched with `sp` is returned
-    unchanged, but for `inputs` that are new.
+    """Make every attention of a model exact over sequences that `sp.size` ranks share. Call the patched model with
+    whole batches, the same on the ranks that share them, to get whole outputs. Or call it with what `sp.shard_batches`
+    returns to get this rank's shards. If a model is already patched with `sp`, only new `inputs` are added.
 
     Args:
-        model: A transformers model, also inside a peft model or `torch.compile`. It is patched in place.
+        model: A transformers model, possibly inside a peft model or `torch.compile`. It is patched in place.
         sp: The SequenceParallel whose ranks share each sequence.
-        inputs: How ranks share arguments of the model's own, by name, as {"weights": tokens()} of
-            `ds_seqpar.data.inputs`. Those of transformers are known.
+        inputs: How ranks share the model's custom arguments, by name, for example {"weights": tokens()} with `tokens`
+        from `ds_seqpar.data.inputs`. transformers' own arguments are known.
 
     Returns:
         The model.
 
     Raises:
         ConfigError: The model cannot be patched (see `families`), its heads do not fit, it is patched with another
-            SequenceParallel, or `inputs` say something else of a name that is known.
+        SequenceParallel, or `inputs` contradict a known name.
 
     Examples:
         >>> sp = SequenceParallel(SequenceParallelConfig(size=2), heads=heads(model))
@@ -114,7 +112,7 @@ def patch_attention(
 
 
 def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
-    """Check that a model can be patched, and return its facts. Collective over `sp` where a look finds them."""
+    """Check that a model can be patched, and return its facts. Collective over `sp` if a look has to find them."""
     if not isinstance(inner, PreTrainedModel) or is_tested(inner):
         check_patch(model, sp)
         return facts_of(inner)
@@ -181,7 +179,8 @@ def patch_by(
 
 
 def _patch_heads(patch: Patch, model: nn.Module) -> None:
-    """Hook the modules around a patched base model that are not hooked yet; there may be several heads around one."""
+    """Hook the modules around a patched base model that are not hooked yet. A base model may have several heads around
+    it."""
     inner = unwrapped(model)
     around = tuple(head for head in heads_around(model) if head not in patch.heads)
     tiled = is_overridden(inner, "forward")  # a custom forward then runs once for each tile of the loss
@@ -203,7 +202,7 @@ def share_sequences(
 ) -> SequenceParallel:
     """Make a SequenceParallel, and patch a model with it.
 
-    The model is then called as before, with whole batches that are the same on the ranks of a sequence: those of
+    The model is then called as before, with whole batches that are equal on the ranks of a sequence: those for
     `sp.data_rank` of `sp.data_size`. Collective over the world.
 
     Args:
@@ -225,7 +224,7 @@ def share_sequences(
     try:
         check_patch(model, None)
         config, model_heads = SequenceParallelConfig.from_dict(settings), heads(unwrapped(model))
-    except Exception as reason:  # reported to all ranks, which would wait for this one otherwise
+    except Exception as reason:  # reported to all ranks, which would otherwise wait for this one
         error = as_seqpar_error("reading a model that is to share sequences failed", reason)
     sp = SequenceParallel(config, heads=model_heads, error=error)
     with together(sp.control_world, "patching a model", "models", call="share_sequences") as agreed:
@@ -264,7 +263,7 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
 
 
 def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Restore the attention that a patched model had. A model that is not patched stays unchanged.
+    """Restore the attention that a patched model had. An unpatched model stays unchanged.
 
     Args:
         model: As for `patch_attention`.
@@ -303,10 +302,9 @@ def patched_with(model: PreTrainedModel) -> SequenceParallel | None:
 
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Context manager in which forwards of a patched model are local, as those of the unpatched model.
-
-    Each rank evaluates whole sequences of its own, with padding masks, labels that the model shifts, or a kv cache.
-    Under ZeRO-3 all ranks must make the same number of forwards, since they fetch parameters from one another.
+    """Context manager in which forwards of a patched model are local, as in the unpatched model. Each rank evaluates
+    its own whole sequences, with padding masks, labels that the model shifts, or a kv cache. Under ZeRO-3 all ranks
+    must make the same number of forwards, since they fetch parameters from one another.
 
     Args:
         model: As for `patch_attention`, or a DeepSpeed engine or DDP module that contains such a model.
@@ -332,10 +330,10 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: query (B, H, S, D), key and value (B, Hkv, S, D) -> out (B, S, H, D). Key and
-    value of three dims are a latent and what expands it (`latent`)."""
+    value with three dims are a latent and the matrix that expands it (`latent`)."""
     context: ForwardContext | None = kwargs.pop(KEYWORD, None)
     if context is None and not torch.compiler.is_compiling():
-        context = current()  # where a model does not pass keywords on
+        context = current()  # for models that do not pass keywords on
     own: Any = patch_on(module)
     if context is None and own is not None:
         raise InputError("patched attention was reached past its model's forward; call the model that was patched")
@@ -374,7 +372,8 @@ def _attention(
 
 
 def _mask(*, config: Any, **given: Any) -> Any:
-    """transformers' mask interface: what `create_causal_mask` and its like give it makes the unpatched model's mask."""
+    """transformers' mask interface: make the unpatched model's mask from the arguments of `create_causal_mask` and
+    similar functions."""
     context = None if torch.compiler.is_compiling() else current()
     if context is not None and context.mode not in (None, "local"):
         if context.media is None or context.spec is not None or context.mode == "decode":
@@ -388,7 +387,8 @@ def _mask(*, config: Any, **given: Any) -> Any:
 
 
 def _scaled_by_position(module: Any, query: Tensor, positions: Tensor | None, context: ForwardContext) -> Tensor:
-    """Return queries (B, H, S, D) as Llama 4 scales them. It takes a rank's tokens for the first new ones."""
+    """Return queries (B, H, S, D) as Llama 4 scales them. Llama 4 itself would treat a rank's tokens as the first new
+    ones."""
     cached, first = context.cached, 0
     if cached is not None:
         if cached.is_decode:
@@ -418,7 +418,7 @@ def _attention_with_layout(
     call: media.MediaCall | None,
     made: Tensor | None,
 ) -> Tensor:
-    """Compute attention with the mask of a batch, outside of compiled graphs: each batch has another one."""
+    """Compute attention with the mask of a batch, outside compiled graphs, since the mask differs for each batch."""
     mask, tokens = options.mask, q.shape[1] * sp.size
     if layout is not None:
         mask, tokens = layout.mask_with_window(mask.window), layout.tokens
@@ -432,7 +432,7 @@ def _attention_with_layout(
 
 @functools.lru_cache(maxsize=64)
 def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
-    """Return a mask in which chunks of a document see only themselves."""
+    """Return a mask in which the chunks of a document see only themselves."""
     if mask.parents:
         raise InputError(
             f"layers that attend in chunks need documents without parents; got a layout with {mask}, give each "
@@ -443,9 +443,8 @@ def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
 
 
 def check_engine(engine: Any, sp: SequenceParallel) -> None:
-    """Check that an engine's model calls sp.attention, and its loss, in its first forward with labels.
-
-    A patched model does so by itself. Only causal language models of transformers are checked.
+    """Check, in an engine's first forward with labels, that its model calls sp.attention and that its loss is right. A
+    patched model checks this itself. Only causal language models of transformers are checked.
     """
     if patch_of(unwrapped(engine.module)) is not None or not has_loss(engine.module):
         return

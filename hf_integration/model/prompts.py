@@ -1,7 +1,6 @@
-"""Calls that ask for numbers a token of rows that share a prompt: a patched model computes the prompt once.
-
-The rows become one row of documents, of which a prompt is the parent of what follows it. Its outputs are put back in
-the rows, so whoever calls the model sees nothing of this.
+"""Calls that request per-token numbers for rows that share a prompt: a patched model computes the prompt once. The rows
+become one row of documents, in which a prompt is the parent of what follows it. Outputs are put back into the rows, so
+the caller does not notice.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from ds_seqpar.data.shared_prompts import SharedPrompts, shared_prompts
 from ..look.facts import Facts, masks
 from ..noise import noise_numbers
 
-LEAST = 0.1  # the share of the rows' tokens that "auto" wants to save
+LEAST = 0.1  # the share of the rows' tokens that "auto" must save at least
 TENSORS = {"input_ids", "attention_mask", "labels", "num_items_in_batch"}
 
 
 def wants_token_numbers(inputs: Mapping[str, Any]) -> bool:
-    """Return whether a call asks for numbers a token at its labels, as trl's trainers do."""
+    """Return whether a call requests per-token numbers at its labels, as trl's trainers do."""
     return bool(inputs.get("fused_lm_head")) and inputs.get("labels") is not None
 
 
 def may_share(sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[str, Any]) -> bool:
-    """Return whether a call's rows may share prompts, as far as its arguments say."""
+    """Return whether a call's rows may share prompts, judging by its arguments."""
     setting = sp.config.shared_prompts
     if setting is False or not wants_token_numbers(inputs):
         return False
@@ -39,7 +38,7 @@ def may_share(sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[st
 
 
 def unshared(sp: SequenceParallel, model: Any, inputs: Mapping[str, Any]) -> ConfigError | None:
-    """Return why the rows of a call whose head gets whole outputs cannot share prompts; None where none must."""
+    """For a call whose head gets whole outputs, return why its rows cannot share prompts; None if they need not."""
     if sp.config.shared_prompts is not True or not wants_token_numbers(inputs):
         return None
     return ConfigError(
@@ -56,16 +55,16 @@ def prompts_of_call(
     Args:
         sp: The SequenceParallel of the model.
         model: The patched model.
-        facts: Its facts.
+        facts: The model's facts.
         inputs: The call's arguments by name, of a whole batch.
-        on_cpu: name -> the same values on the CPU, for tensors on a device.
+        on_cpu: name -> the same values on the CPU, for tensors that are on a device.
 
     Returns:
-        The prompts; None where rows are to be computed as they are.
+        The prompts; None if the rows are to be computed as they are.
 
     Raises:
-        ConfigError: The setting says that shared prompts must be computed once, and this call's cannot be.
-        InputError: The mask is none of padding, or labels are none of tokens.
+        ConfigError: The setting requires shared prompts to be computed once, which is impossible for this call.
+        InputError: The mask is not a padding mask, or the labels are not token ids.
     """
     if not may_share(sp, model, facts, inputs):
         return None
@@ -95,7 +94,7 @@ def _balances(model: Any, inputs: Mapping[str, Any]) -> bool:
 
 
 def _refusal(model: Any, facts: Facts, inputs: Mapping[str, Any]) -> str:
-    """Return "NEEDED; got GIVEN" for a call whose rows must be computed as they are; "" for others."""
+    """Return "NEEDED; got GIVEN" for a call whose rows must be computed as they are; "" for other calls."""
     if facts.mixers or facts.gathered:
         return "a model without layers that have a state or gather keys; got one with some"
     columns = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0

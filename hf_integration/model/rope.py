@@ -1,8 +1,8 @@
-"""Embeddings of positions that a rank alone would get wrong.
+"""Position embeddings that a rank alone would get wrong.
 
 The frequencies of RoPE may depend on the longest position of a batch ("dynamic", "longrope"). A rank has only some
-positions. So its embedding gets the longest position too, and the result for that is dropped. Other embeddings number
-tokens from those of a cache on, where the model takes no position_ids. They get those of the rank's tokens.
+positions. So its embedding also gets the longest position, and the result for it is dropped. If a model takes no
+position_ids, other embeddings number tokens from the end of a cache. They get the positions of the rank's tokens.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch.utils.hooks import RemovableHandle
 from ..context import current
 from ..graph_breaks import between_graphs
 
-COUNTED = "past_key_values_length"  # an argument of embeddings that number tokens from it on
+COUNTED = "past_key_values_length"  # an argument of embeddings that start numbering tokens from it
 ROPE_TYPES = ("dynamic", "longrope")
 
 
 def embeddings(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the embeddings of a base model that a rank alone would get wrong."""
+    """Return a base model's embeddings that a rank alone would get wrong."""
     numbers = "position_ids" not in inspect.signature(type(model).forward).parameters
     modules = [(module, bool({*ROPE_TYPES} & _rope_types(module))) for module in model.modules()]
     return tuple(module for module, is_rope in modules if is_rope or (numbers and counts(module)))
 
 
 def counts(module: nn.Module) -> bool:
-    """Return whether an embedding numbers tokens from those of a cache on."""
+    """Return whether an embedding numbers tokens from the end of a cache."""
     return {COUNTED, "position_ids"} <= {*inspect.signature(type(module).forward).parameters}
 
 
@@ -39,7 +39,7 @@ def _rope_types(module: nn.Module) -> set[Any]:
 
 
 def hook(module: nn.Module) -> tuple[RemovableHandle, ...]:
-    """Hook an embedding, so that it gets what it needs in forwards that are not local."""
+    """Hook an embedding so that it gets what it needs in forwards that are not local."""
     if counts(module):
         return (module.register_forward_pre_hook(_number, with_kwargs=True),)
     return module.register_forward_pre_hook(_before, with_kwargs=True), module.register_forward_hook(_after)

@@ -1,4 +1,4 @@
-"""What the ranks of a sequence compare of a patched model: all before the first forward, a few weights later."""
+"""What the ranks of a sequence compare of a patched model: everything before the first forward, a few weights later."""
 
 from __future__ import annotations
 
@@ -14,31 +14,29 @@ from ..compat import FLATTENED, ZERO_ID
 
 PIECE = 1 << 20  # elements of a tensor that are hashed at a time
 SAMPLES = 8  # values of each parameter that ranks compare in the first forward
-WATCHED, WATCHED_SAMPLES = 8, 64  # parameters that they compare in later forwards, at least, and values of each
-OFTEN = 64  # the most training forwards between two comparisons
+WATCHED, WATCHED_SAMPLES = 8, 64  # later forwards: at least this many parameters, and values of each
+OFTEN = 64  # the maximum number of training forwards between two comparisons
 
 
 def compares_weights(forward: int) -> bool:
-    """Return whether ranks compare weights of their n-th training forward: the 2nd, 4th, 8th, ..., and every 64th."""
+    """Return whether ranks compare weights in their n-th training forward: the 2nd, 4th, 8th, ..., and every 64th."""
     return forward > 1 and (forward & (forward - 1) == 0 or forward % OFTEN == 0)
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the mean absolute value of some values of some trained parameters, the last one included, by name.
 
-    Ranks compare these while a model is trained: gradients that are not averaged over ranks change all of them. Frozen
-    parameters show nothing, nor do parts of parameters, as ZeRO-3 and FSDP leave on each rank.
+    Ranks compare these during training, since gradients that are not averaged over ranks would make all of them differ.
+    Frozen parameters reveal nothing, and neither do the parts of parameters that ZeRO-3 and FSDP leave on each rank.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and is_whole(p)]
     return {name: _spread(p, WATCHED_SAMPLES).abs().mean() for name, p in trained[:: -max(1, len(trained) // WATCHED)]}
 
 
 def fingerprint(model: nn.Module) -> dict[str, object]:
-    """Return what ranks compare of a model: dtypes, layers, RoPE, the shape and some values of
-    every parameter, those of buffers, and what is trained.
-
-    What explains a difference best comes first. Parameters that ZeRO-3 or FSDP partitions, or that are on the meta
-    device, have no values to compare.
+    """Return what ranks compare of a model: dtypes, layers, RoPE, the shape and some values of every parameter and
+    buffer, and what is trained. The entries that best explain a difference come first. Parameters that ZeRO-3 or FSDP
+    partitions, or that are on the meta device, have no values to compare.
     """
     parameters = dict(model.named_parameters())
     trained = [name for name, p in parameters.items() if p.requires_grad]
@@ -56,7 +54,7 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
 
 
 def check_not_flattened(model: nn.Module) -> None:
-    """Raise ConfigError for a model inside FSDP1, whose flat parameters ranks cannot compare."""
+    """Raise ConfigError for a model inside FSDP1, since ranks cannot compare its flat parameters."""
     if any(hasattr(p, FLATTENED) for p in model.parameters()):
         raise ConfigError(
             "a model that shares sequences needs fully_shard, DDP or DeepSpeed; got FullyShardedDataParallel (FSDP1), "
@@ -74,7 +72,7 @@ def is_whole(p: Tensor) -> bool:
 
 
 def _samples(parameters: dict[str, Tensor]) -> dict[str, str]:
-    """Return a digest of some values of each parameter, by name. All are copied from the device at once."""
+    """Return a digest of some values of each parameter, by name. All values are copied from the device at once."""
     samples = [_spread(p) for p in parameters.values()]
     samples = [x.cpu() for x in samples] if len({x.device for x in samples}) > 1 else samples
     values = torch.cat(samples).cpu().split([len(x) for x in samples]) if samples else []
@@ -86,6 +84,6 @@ def _spread(p: Tensor, samples: int = SAMPLES) -> Tensor:
     flat = p.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     samples = min(samples, len(flat))
-    # by integers: floats in fp32 cannot hold an index above 2^24, and round the last one up
+    # with integers: fp32 cannot represent indices above 2^24, and rounds the last one up
     indices = torch.arange(samples, device=flat.device) * (len(flat) - 1) // max(samples - 1, 1)
     return flat[indices].double()

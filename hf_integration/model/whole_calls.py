@@ -1,8 +1,7 @@
-"""Calls of a patched model with whole batches, the same on the ranks that share them, which return whole outputs.
-
-The outermost module that is called shards the batch before its forward, and makes the output whole after it. Modules
-inside it, such as the base model under a head, get what `shard_batches` would return. A whole output stays sharded
-until its values are read (`ds_seqpar.whole`); only the loss is summed at once.
+"""Calls of a patched model with whole batches, equal on the ranks that share them, which return whole outputs. The
+outermost called module shards the batch before its forward and makes the output whole afterwards. Modules inside it,
+such as the base model under a head, get what `shard_batches` would return. A whole output stays sharded until its
+values are read (`ds_seqpar.whole`); only the loss is summed at once.
 """
 
 from __future__ import annotations
@@ -49,10 +48,9 @@ _on_cpu = WeakTensorKeyDictionary()
 
 
 def moved_batch(batch: Any, device: torch.device) -> Any:
-    """Move a whole batch from the CPU to a device.
-
-    The CPU's tensors are kept, and it is known that they are whole. So a call need not copy them back, for which the
-    host would wait, nor ask other ranks. A batch that is no mapping is returned unchanged.
+    """Move a whole batch from the CPU to a device. The CPU tensors are kept and known to be whole. So a call need
+    neither copy them back, which would make the host wait, nor ask other ranks. A batch that is not a mapping is
+    returned unchanged.
     """
     if not isinstance(batch, Mapping):
         return batch
@@ -70,7 +68,7 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 @between_graphs
 def is_moved_batch(x: Any) -> bool:
-    """Return whether a tensor is from `moved_batch`, and was not written to since."""
+    """Return whether a tensor comes from `moved_batch` and has not been written to since."""
     return isinstance(x, Tensor) and x in _on_cpu and _on_cpu[x][1] == tensor_version(x)
 
 
@@ -101,7 +99,7 @@ def shard_inputs(
 def with_cache(
     agreement: Agreement, facts: Facts, inputs: Mapping[str, Any], context: ForwardContext
 ) -> ForwardContext:
-    """Return the context of a decode step with its cache, and with what ranks are to compare of it.
+    """Return the context of a decode step, with its cache and what ranks are to compare.
 
     Raises:
         InputError: On all ranks of the sequence, if the cache or the mask does not fit.
@@ -128,7 +126,7 @@ def _sharded(
     checks, cached, table = _compared(inputs), None, agreement.inputs
     if context.media is not None:
         inputs = context.media.of_stack(inputs)
-        checks.fields |= drawn_since(sp, context.media.states)  # such as by dropout in towers
+        checks.fields |= drawn_since(sp, context.media.states)  # for example by dropout in towers
     if takes_cache(context.module, inputs):
         cached, inputs = cached_forward(sp, model.config, facts, inputs, checks, table)
         checks.fields["cache"] = str(cached.kept)
@@ -173,7 +171,7 @@ def _sharded(
 
 
 def _copies(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors that are on the CPU as well as on a device, by name."""
+    """Return the tensors that are on both the CPU and a device, by name."""
     copies = {name: _on_cpu[x][0] for name, x in inputs.items() if is_moved_batch(x)}
     return {name: x for name, x in copies.items() if x is not None}
 
@@ -201,7 +199,7 @@ def compare_inputs(
     """Compare the arguments of a module that gets whole outputs; the model inside shards them.
 
     Args:
-        media: The names of those of media, whose values are compared too.
+        media: The names of the media arguments, whose values are compared too.
         error: What is wrong with the call.
 
     Raises:
@@ -217,7 +215,7 @@ def compare_inputs(
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the sentence for arguments that no whole batch may have; "" where it has none."""
+    """Return the error message for arguments that a whole batch may not have; "" if it has none."""
     if wrong := common_misuse(inputs):
         return wrong
     if inputs.get("return_token_accuracy") or inputs.get("return_predicted_tokens"):
@@ -233,14 +231,14 @@ def _misuse(inputs: Mapping[str, Any]) -> str:
 
 
 def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mapping[str, Any], output: Any) -> Any:
-    """Replace this rank's shards in the output of a whole call by whole tensors.
+    """Replace this rank's shards in a whole call's output by whole tensors.
 
     Args:
         inputs: The arguments of the forward by name, with this rank's shard.
     """
     sp, labeled, tiles = agreement.sp, inputs.get("labels") is not None, context.state.losses
     if tiles is not None and context.module is not None:
-        share, option_of = 1 / sp.size, agreement.loss_option_of or ""  # of the balance of experts
+        share, option_of = 1 / sp.size, agreement.loss_option_of or ""  # the share of the balance of experts
         check_loss(sp, context.module, inputs, output, share=share, tiles=tiles, option_of=option_of)
         agreement.loss_option_of = None  # not before: a loss that was refused is refused again
     whole = functools.partial(_whole, sp, context, labeled, bool(inputs.get("fused_lm_head")))
@@ -254,13 +252,12 @@ def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mappin
 
 
 class _OnPart:
-    """Hooks of a module around the base model that treats tokens independently: it computes this rank's shard alone.
-
-    Its parameters get a part of their gradient, times `size`, as the base model's do.
+    """Hooks of a module around the base model that treats tokens independently, so that it computes only this rank's
+    shard. Its parameters get a part of their gradient, times `size`, as those of the base model do.
     """
 
-    shard_spec: ShardSpec | None = None  # of the tensor that is computed
-    stream: OwnStream | None = None  # of its noise
+    shard_spec: ShardSpec | None = None  # the spec of the tensor that is computed
+    stream: OwnStream | None = None  # the stream of its noise
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
@@ -288,12 +285,12 @@ def compute_on_parts(module: nn.Module, sp: SequenceParallel) -> tuple[Removable
 
 
 def _whole(sp: SequenceParallel, context: ForwardContext, labeled: bool, shifted: bool, name: str, x: Any) -> Any:
-    """Return the whole of an output.
+    """Return an output made whole.
 
     Args:
         labeled: Whether the output has a loss.
-        shifted: Whether outputs of one number per token have none for the last token.
-        name: The output's.
+        shifted: Whether outputs with one number per token have none for the last token.
+        name: The name of the output.
         x: This rank's shard of it.
     """
     if isinstance(x, tuple | list) and name != "past_key_values":

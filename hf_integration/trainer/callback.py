@@ -1,8 +1,6 @@
-"""Figures that a sequence parallel run adds to the Trainer's log: tokens a second, utilization, memory, and, once, the
-shape.
-
-Model flops utilization (MFU) is the flops of training steps over the most that the devices could do in that time.
-Recomputation by checkpoints or kernels does not count.
+"""Figures that a sequence parallel run adds to the Trainer's log: tokens per second, utilization, memory and, once, the
+shape. Model flops utilization (MFU) is the flops of training steps divided by the most that the devices could do in
+that time. Recomputation by checkpoints or kernels does not count.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ PEAKS = {r"A100": 312e12, r"H100 80GB HBM3": 989e12, r"H200(?! NVL)": 989e12}
 
 
 def peak(device: torch.device, half: bool) -> float | None:
-    """Return the peak flops/s of a device, or None if unknown. `half`: whether it multiplies in bf16 or fp16."""
+    """Return the peak flops/s of a device; None if unknown. `half`: whether it multiplies in bf16 or fp16."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and half else ""
     return next((rate for pattern, rate in PEAKS.items() if re.search(pattern, name)), None)
 
@@ -42,21 +40,22 @@ def peak(device: torch.device, half: bool) -> float | None:
 class FlopCounter:
     """Count the flops of a patched model's training steps.
 
-    A weight of a matrix takes six for each token, and a frozen one four: two in forward, two for the gradient of its
-    input and two for its own. An expert's weights count for the tokens that are routed to it, and an embedding's not at
-    all. Attention takes two products for each pair of a query and a key in forward, and four in backward.
+    Each weight of a matrix takes six flops per token: two in forward, two for the gradient of its input and two for its
+    own gradient. A frozen weight takes only the first four. Weights of an expert count for the tokens routed to it,
+    those of an embedding not at all. For each pair of a query and a key, attention takes two products in forward and
+    four in backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
         base = unwrapped(model)
-        # where peft trains a copy of a module, it leaves the original in place
+        # if peft trains a copy of a module, it leaves the original in place
         parameters = [x for x in base.named_parameters(remove_duplicate=False) if "original_module" not in x[0]]
         self.flops_of_token = sum(_weights(base, name, x) * (4 + 2 * x.requires_grad) for name, x in parameters)
         self.windows, modules = windows(base), modules_of(base, facts_of(base)).values()
         self.flops_of_pair = [6 * heads(base)[0] * _dims(module) for module in modules]
 
     def of_documents(self, lengths: Sequence[int]) -> float:
-        """Return the flops of training on documents of these lengths, in tokens."""
+        """Return the flops of training on documents of these lengths (in tokens)."""
         from ds_seqpar.planner.request import visible_pairs
 
         pairs = sum(
@@ -67,12 +66,13 @@ class FlopCounter:
 
 
 def _dims(module: Any) -> int:
-    """Return the sum of the head_dims of keys and of values, which differ in latent attention."""
+    """Return the head_dim of keys plus that of values, which differ in latent attention."""
     return module.qk_head_dim + module.v_head_dim if hasattr(module, "qk_head_dim") else 2 * module.head_dim
 
 
 def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
-    """Return the weights of a matrix that are used for a token; 0 for any other parameter, or one read by index."""
+    """Return the number of a matrix's weights that are used for each token; 0 for other parameters or those read by
+    index."""
     shape = whole_shape(parameter)
     if len(shape) < 2 or "embed" in name or name.endswith("bias"):
         return 0
@@ -86,18 +86,18 @@ def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
 class SequenceParallelCallback(TrainerCallback):
     """Add figures to every training log.
 
-    - `tokens_per_second`: tokens of all ranks, without padding.
-    - `memory_gib`: the greatest memory of any rank, allocated on the device, or resident on a CPU.
-    - `mfu`: model flops over the peak of all ranks, from 0 to 1, where the device's peak is known.
+    - `tokens_per_second`: tokens of all ranks per second, without padding.
+    - `memory_gib`: the peak memory of any rank, allocated on the device or resident on a CPU.
+    - `mfu`: model flops over the peak of all ranks, from 0 to 1, if the device's peak is known.
     - In the first log only, the shape: `sp_size`, `sp_ulysses`, `sp_inner` (the CP size), `data_groups`.
 
-    The time is that of training steps with their data loading, without evaluation and saving. The figures are printed,
+    The time covers training steps with data loading, but not evaluation or saving. The figures are printed,
     reported, and passed to `on_log` of later callbacks; they are not in `trainer_state.json`.
 
     Args:
         sp: The `SequenceParallel` of the model.
-        peak: Peak flops/s of a rank's device, the same on all ranks. By default it is looked up by the device's name,
-            for bf16 and fp16.
+        peak: Peak flops/s of a rank's device, the same on all ranks. By default it is looked up by device name, for
+        bf16 and fp16.
     """
 
     def __init__(self, sp: SequenceParallel, peak: float | None = None) -> None:

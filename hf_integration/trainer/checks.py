@@ -1,12 +1,12 @@
-"""Check a Trainer's setup before training: each setting that would make a sequence parallel run differ from the unsplit
-one raises an error.
+"""Check a Trainer's setup before training: settings with which a sequence parallel run would differ from the unsplit
+run raise an error.
 
-The label shift and the divisor of the loss must be global (docs/how_it_works.md). Many steps that the Trainer does
-once for each rank must be done once for the ranks that share a sequence. Settings for which that is not done are
-refused here.
+The label shift and the divisor of the loss must be global (docs/how_it_works.md). Many steps that the Trainer performs
+once per rank must be performed once per group of ranks that share a sequence. Settings for which this is not
+implemented are refused here.
 
-A check raises faults that are the same on every rank. Faults that may be of one rank only, such as those of its data,
-are returned as an error: all ranks then raise it together, so that none waits for another.
+Faults that are the same on every rank are raised. Faults that may occur on only one rank, for example in its data, are
+returned as an error, which all ranks then raise together so that none waits for another.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ BATCHING = {
     "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
 }
 PREFERENCES = ("DPOTrainer", "KTOTrainer")
-LOSS_OF_WHOLE = (*PREFERENCES, "RewardTrainer", *ROLLOUTS)  # those whose compute_loss gets whole outputs
+LOSS_OF_WHOLE = (*PREFERENCES, "RewardTrainer", *ROLLOUTS)  # Trainers whose compute_loss gets whole outputs
 SUPPORTED = ("SFTTrainer", *LOSS_OF_WHOLE, TRL_BASE)  # the Trainers of trl that may be extended
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
 # fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
@@ -75,7 +75,7 @@ EQUAL_ARGUMENTS = (
 
 
 def check_kind(trainer_class: type) -> None:
-    """Raise ConfigError for a class that extends an unsupported kind of Trainer, or one of trl's that counts ranks."""
+    """Raise ConfigError for a class that extends an unsupported kind of Trainer, or a trl trainer that counts ranks."""
     for base in trainer_class.__mro__:
         name, library = base.__name__, base.__module__.partition(".")[0]
         if library == "trl" and name.endswith("Trainer") and name not in SUPPORTED:
@@ -100,14 +100,14 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def _refuse_all(unmet: list[tuple[str, str]]) -> None:
-    """Raise ConfigError for pairs of what is needed and what was given, all of them in one sentence."""
+    """Raise ConfigError for pairs of what is needed and what was given, all in one sentence."""
     if unmet:
         needed, got = zip(*unmet, strict=True)
         raise ConfigError(f"sequence parallel training needs {', and '.join(needed)}; got {', '.join(got)}")
 
 
 def check_json(args: TrainingArguments) -> None:
-    """Raise ConfigError for a DeepSpeed JSON (a file or a dict) that DeepSpeed refuses, or with faults that
+    """Raise ConfigError for a DeepSpeed JSON (a file or a dict) that DeepSpeed refuses, or that has faults that
     transformers would accept."""
     config = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if isinstance(config, Mapping) or (isinstance(config, str | os.PathLike) and os.path.isfile(config)):
@@ -117,8 +117,8 @@ def check_json(args: TrainingArguments) -> None:
 def count_by_rank(config: Any, sp: SequenceParallel) -> None:
     """Allow the `train_batch_size` of a JSON to count sequences, as `initialize` does, or ranks, as transformers does.
 
-    `config` is transformers' object, with "auto" filled in. Raises ConfigError for any other number, and for all values
-    of the JSON that are not those of TrainingArguments.
+    `config` is transformers' object, with "auto" filled in. Raises ConfigError for any other number, and for all JSON
+    values that differ from those of TrainingArguments.
     """
     if any(not x.startswith("- ds train_batch_size=") for x in config.mismatches):
         got = ", ".join(x.removeprefix("- ds ").replace(" vs hf ", " for ") for x in config.mismatches)
@@ -160,8 +160,8 @@ def _world_size() -> int:
 
 
 def text_of(trainer: Any, batch: Any) -> Any:
-    """Return a batch without its media, or rows of prompts. Raises where the model cannot take media, or a prompt with
-    some was cut."""
+    """Return a batch without its media, or rows of prompts. Raises if the model cannot take media, or if a prompt with
+    media was truncated."""
     if not isinstance(batch, Mapping):
         rows = [row for row in batch if isinstance(row, Mapping)] if isinstance(batch, list) else []
         pictures = [row.get("images") or row.get("image") for row in rows]
@@ -178,7 +178,7 @@ def text_of(trainer: Any, batch: Any) -> Any:
 
 def has_custom_loss(trainer: Any) -> bool:
     """Return whether the loss is computed from whole outputs: by a model whose own forward may add to it, or as
-    `changes_loss` says."""
+    determined by `changes_loss`."""
     patch = patch_of(unwrapped(trainer.model))
     return changes_loss(trainer) or (patch is not None and bool(patch.above))
 
@@ -195,7 +195,7 @@ def changes_loss(trainer: Any, but: Collection[str] = ()) -> bool:
 
 
 def unseen_file() -> ConfigError:
-    """Return the error for a rank that does not see the file in which trl's first rank keeps log-probabilities."""
+    """Return the error for a rank that cannot see the file in which trl's first rank keeps log-probabilities."""
     return ConfigError(
         "precompute_ref_log_probs needs a data set in files that all ranks see, beside which the first rank writes "
         "results; got one in memory or on a disk that is not shared, use save_to_disk and load_from_disk"
@@ -203,7 +203,7 @@ def unseen_file() -> ConfigError:
 
 
 def loader_error(loader: Any) -> ConfigError | None:
-    """Return the error for a loader of a user's get_train_dataloader or get_eval_dataloader, or None."""
+    """Return the error for a loader from a user's get_train_dataloader or get_eval_dataloader, or None."""
     if not isinstance(loader, Loader):
         return None
     return ConfigError(
@@ -222,7 +222,8 @@ def _datasets(trainer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def settings(trainer: Any) -> dict[str, object]:
-    """Return the settings that must be equal on all ranks: each rank steps its local part of the optimizer by them."""
+    """Return the settings that must be equal on all ranks, since each rank uses them to step its part of the
+    optimizer."""
     configs = [vars(base) for base in type(trainer.args).__mro__ if base.__module__.startswith("trl.")]
     of_trl = {name for config in configs for name in config.get("__annotations__", ())} - {"dataset_num_proc"}
     names = [*EQUAL_ARGUMENTS, *sorted(of_trl)]
@@ -232,15 +233,15 @@ def settings(trainer: Any) -> dict[str, object]:
 
 
 def lengths(trainer: Any) -> dict[str, int | None]:
-    """Return the number of examples of each data set by name, None if it has no length.
-
-    Unequal numbers would make ranks take unequal numbers of steps.
+    """Return the number of examples of each data set by name, None if it has no length. With unequal numbers, ranks
+    would take unequal numbers of steps.
     """
     return {f"{name} examples": len(dataset) if has_length(dataset) else None for name, dataset in _datasets(trainer)}
 
 
 def columns_error(trainer: Any) -> ConfigError | None:
-    """Return the error for a data set of `datasets` whose columns have no tokens, all of which the Trainer removes."""
+    """Return the error for a data set of `datasets` without token columns, of which the Trainer would remove all
+    columns."""
     if base_of_trl(type(trainer), *SUPPORTED) or not trainer.args.remove_unused_columns:
         return None  # trl's Trainers tokenize, or their collators for pictures do
     columns = (getattr(dataset, "column_names", None) for _, dataset in _datasets(trainer))
@@ -249,9 +250,8 @@ def columns_error(trainer: Any) -> ConfigError | None:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedCollator:
-    """A loader's collate_fn that says what is wrong with examples when their batch is made.
-
-    No example is tried before: data sets and collators may have states, by which losses would change.
+    """A loader's collate_fn that reports what is wrong with examples when their batch is made. No example is tried
+    before, since data sets and collators may have state, and losses would change.
     """
 
     collate: Any
@@ -290,5 +290,5 @@ def text_error(example: object) -> ConfigError | None:
 
 
 def _ids(example: object) -> list[Any]:
-    """Return the columns of ids of an example: trl's preferences have "prompt_ids", "chosen_ids" and others."""
+    """Return the id columns of an example: trl's preference data have "prompt_ids", "chosen_ids" and others."""
     return [x for name, x in example.items() if name.endswith("_ids")] if isinstance(example, Mapping) else []

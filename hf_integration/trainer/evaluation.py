@@ -1,4 +1,4 @@
-"""Evaluation of a sequence parallel Trainer: every sequence counts once, however many ranks share it."""
+"""Evaluation of a sequence parallel Trainer: every sequence counts once, regardless of how many ranks share it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class Evaluation(Behind):
         """Return (loss, logits, labels) of the class's `prediction_step`, with whole logits.
 
         The model's own loss becomes the mean token loss over all groups, without repeated sequences. A custom loss is
-        the plain Trainer's, of this group's sequences; the Trainer weights it by the sequences that do not repeat.
+        that of the plain Trainer on this group's sequences; the Trainer weights it by the number of sequences that are
+        not repetitions.
         """
         loss_only, custom_loss = prediction_loss_only or not self.gather_logits, checks.has_custom_loss(self)
         (batch,) = self._agree_on_batches("evaluation batch", lambda: iter([copy.copy(inputs)]))
@@ -79,7 +80,7 @@ class Evaluation(Behind):
     def _checked_step(self, model: nn.Module, batch: Any, loss_only: bool, custom_loss: bool, *args: Any) -> tuple:
         """Return the result of the class's `prediction_step`.
 
-        Raises on every rank if it fails on one, or if only some ranks have a loss to gather.
+        Raises on every rank if the step fails on one, or if only some ranks have a loss to gather.
         """
         # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
         known, in_tiles = (SeqParError, RuntimeError), loss_only and not custom_loss
@@ -94,9 +95,8 @@ class Evaluation(Behind):
     def _counted_loss(
         self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        """Call the class's `compute_loss`, in evaluation with the step's count, where the Trainer passes none.
-
-        A pack of pairs has a weight.
+        """Call the class's `compute_loss`. In evaluation, pass the step's count, which the Trainer does not. A pack of
+        pairs has a weight.
         """
         items = None if checks.has_custom_loss(self) else inputs.pop("num_items_in_batch", None)
         if num_items_in_batch is None and items is not None:
@@ -123,7 +123,7 @@ class Evaluation(Behind):
         super().log(logs, *args, **kwargs)
 
     def _count_steps(self, metrics: dict[str, Any]) -> None:
-        """Correct steps a second, for which the Trainer counts steps as if each rank had separate sequences."""
+        """Correct the steps per second, since the Trainer counts steps as if each rank had separate sequences."""
         for prefix, steps in self._eval_steps.items():
             if f"{prefix}_steps_per_second" in metrics and metrics[f"{prefix}_runtime"]:
                 metrics[f"{prefix}_steps_per_second"] = round(steps / metrics[f"{prefix}_runtime"], 3)

@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 IDS = "input_ids"
-ROWS = 1000  # rows of a column that are read at once
+ROWS = 1000  # the number of rows of a column that are read at once
 
 
 def job_of(model: PreTrainedModel, job: Job) -> Job:
-    """Add a model's sizes to a job of the planner.
+    """Add a model's sizes to a planner job.
 
     Args:
         model: A transformers model, on any device, whole or sharded by ZeRO-3.
         job: The job without a model.
 
     Returns:
-        The job with the model's sizes, window and checkpointing. If the sizes cannot be counted, it has neither model
-        nor length, so that nothing is planned.
+        The job with the model's sizes, window and checkpointing. If the sizes cannot be counted, the job has neither
+        model nor length, so nothing is planned.
     """
     try:
         sizes, window_sizes = model_sizes(model), set(windows(model))
@@ -55,7 +55,7 @@ def job_of(model: PreTrainedModel, job: Job) -> Job:
 
 
 def job_of_trainer(trainer: Trainer, content: Mapping[str, Any]) -> Job:
-    """Return the job of a Trainer: the values that it fills in for "auto" in the JSON, and its longest sequence.
+    """Return the job of a Trainer: the values that it substitutes for "auto" in the JSON, and its longest sequence.
 
     A sequence is a row of a batch; if a collator packs documents, it is the whole batch.
     """
@@ -81,7 +81,7 @@ def job_of_trainer(trainer: Trainer, content: Mapping[str, Any]) -> Job:
 
 
 def objective_of(trainer: Trainer) -> Objective:
-    """Return what a trainer of trl's computes, by its class and arguments. Prompts count for each of their rows."""
+    """Return what a trl trainer computes, from its class and arguments. Prompts count once for each of their rows."""
     from ds_seqpar.planner.request import TRAINERS, Objective
 
     args: Any = trainer.args
@@ -101,22 +101,21 @@ def objective_of(trainer: Trainer) -> Objective:
 
 
 def _longest_pack(dataset: Any) -> tuple[int, ...]:
-    """Return the lengths of the documents of the longest pack, or () if the data set has no packs."""
+    """Return the document lengths of the longest pack, or () if the data set has no packs."""
     if not isinstance(dataset, Packs):
         return ()
     return max((tuple(dataset.lengths[document] for document in pack) for pack in dataset.packs), key=sum)
 
 
 def longest_example(dataset: Any, column: str) -> int | None:
-    """Return the tokens of the longest example of a `datasets.Dataset`, by its column of lengths or its input_ids.
-
-    Returns None for any other data set, all of whose examples would have to be made.
+    """Return the number of tokens of the longest example of a `datasets.Dataset`, from its length column or its
+    input_ids. Return None for any other data set, since all of its examples would have to be made.
     """
-    library = sys.modules.get("datasets")  # if it is not imported, the data set is not one of its
+    library = sys.modules.get("datasets")  # if it is not imported, the data set is not from this library
     if library is None or not isinstance(dataset, library.Dataset) or not len(dataset):
         return None
     if column in dataset.column_names:
-        return max(dataset.with_format(None)[column])  # without calling a transform of the user's
+        return max(dataset.with_format(None)[column])  # without calling a user's transform
     import pyarrow.compute as arrow
     from pyarrow import types
 

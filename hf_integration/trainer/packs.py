@@ -1,7 +1,6 @@
-"""The Trainer's optimizer steps as packs, where the JSON sets `tokens_per_rank` (docs/lengths.md).
-
-The Trainer counts the batches of the plain run, which its loop goes through. Their samples are packed together. So the
-last batch of a step has all of its packs, and those before it have none.
+"""The Trainer's optimizer steps as packs, if the JSON sets `tokens_per_rank` (docs/lengths.md). The Trainer's loop goes
+through, and counts, the batches of the plain run. The samples of a step's batches are packed together. So the last
+batch of a step has all of its packs, and the earlier ones have none.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from ..model import whole_calls
 from . import checks
 from .rollouts import ROLLOUTS, Behind, base_of_trl
 
-OF_PAIRS = ("DPOTrainer", "RewardTrainer")  # trl's whose loss is a mean over pairs
+OF_PAIRS = ("DPOTrainer", "RewardTrainer")  # trl's Trainers whose loss is a mean over pairs
 
 
 class PacksOfStep(list):
-    """The packs that one batch of the Trainer's loop stands for."""
+    """The packs that one batch of the Trainer's loop represents."""
 
 
 class WholeSteps(BatchSamplerShard):
-    """accelerate's sampler of a group's batches, which gives each group those of all groups."""
+    """accelerate's sampler of a group's batches, changed to give each group the batches of all groups."""
 
     def __iter__(self) -> Iterator[list[int]]:
         drawn = itertools.tee(self.batch_sampler, self.num_processes)
@@ -49,7 +48,7 @@ class WholeSteps(BatchSamplerShard):
 
 
 def whole_steps(loader: DataLoader) -> DataLoader:
-    """Let a prepared loader give each rank the samples of all groups, each as a row of its own."""
+    """Make a prepared loader give each rank the samples of all groups, each as a separate row."""
     base: Any = getattr(loader, "base_dataloader", loader)
     base.collate_fn, dataset = Rows(checks.CheckedCollator(base.collate_fn)), base.dataset
     if isinstance(dataset, IterableDatasetShard):
@@ -62,7 +61,7 @@ def whole_steps(loader: DataLoader) -> DataLoader:
 
 
 class Pairs(Rows):
-    """A loader's collate_fn that leaves pairs as they are: they are collated once they are dealt."""
+    """A loader's collate_fn that leaves pairs unchanged: they are collated after they have been distributed."""
 
     def __call__(self, samples: Sequence[Any]) -> list[Any]:
         return [*samples]
@@ -71,8 +70,8 @@ class Pairs(Rows):
 class Packed(Behind):
     """Part of `SequenceParallelMixin` that trains on packs."""
 
-    _counts: Sequence[float] = ()  # of each pack of the step, its pairs over those of a plain batch
-    _weight = 1.0  # by which the loss of the pack that is trained on counts
+    _counts: Sequence[float] = ()  # for each pack of the step, its pairs over those of a plain batch
+    _weight = 1.0  # the weight of the loss of the current pack
 
     @property
     def _is_packed(self) -> bool:
@@ -90,7 +89,7 @@ class Packed(Behind):
         return loader
 
     def _packs_of(self, batches: Iterator[Any]) -> tuple[list[Any], int]:
-        """Return this group's packs of the samples of all groups' batches, and how many batches a group has."""
+        """Return this group's packs from the samples of all groups' batches, and the number of batches of a group."""
         read, error = list[Any](), None
         try:
             for batch in batches:
@@ -108,10 +107,9 @@ class Packed(Behind):
         return packs if read else [], len(read)
 
     def _packs_of_pairs(self, read: Sequence[Any], error: SeqParError | None) -> list[Any]:
-        """Return this group's packs of pairs of like lengths, with as many pairs as the other groups' packs have.
-
-        A loss is the mean over a batch's pairs. So only pairs of batches with as many pairs go together, which count
-        alike: the last batch of an epoch may have fewer.
+        """Return this group's packs of pairs of similar lengths, with the same number of pairs as in the other groups'
+        packs. A loss is the mean over a batch's pairs. So only pairs from batches of equal size, which have equal
+        weight, are packed together: the last batch of an epoch may be smaller.
         """
         sp, packs, counts, contents = self.sp, list[Any](), list[float](), list[Fingerprint]()
         most = sp.config.tokens_per_rank * sp.size
@@ -144,7 +142,7 @@ class Packed(Behind):
             self.accelerator.sync_gradients = steps and number == len(inputs)
             batch = whole_calls.moved_batch(batch, self.args.device)
             self._weight = self._counts[number - 1] if self._counts else 1.0
-            if "num_items_in_batch" in batch:  # by which the loss is divided already
+            if "num_items_in_batch" in batch:  # the loss is already divided by it
                 self.current_gradient_accumulation_steps = 1
             loss = loss + super().training_step(model, batch, *args, **kwargs)
         self._weight = 1.0
@@ -157,18 +155,18 @@ class Packed(Behind):
 
 
 def in_last(packs: list[Any], batches: int) -> list[PacksOfStep]:
-    """Return what stands for the batches of a step."""
+    """Return the objects that represent the batches of a step."""
     return [PacksOfStep() for _ in range(batches - 1)] + [PacksOfStep(packs)] if batches else []
 
 
 def has_own_forward(model: nn.Module) -> bool:
-    """Return whether a user's forward is around a model, or in its place."""
+    """Return whether a user's forward wraps or replaces that of a model."""
     patch = patch_of(unwrapped(model))
     return patch is not None and not all(is_of_library(head.forward) for head in patch.above)
 
 
 def error_of(trainer: Any) -> ConfigError | None:
-    """Return the error for a Trainer whose loss is no sum over tokens, or whose batches cannot become packs."""
+    """Return the error for a Trainer whose loss is not a sum over tokens, or whose batches cannot become packs."""
     args = trainer.args
     of_batches = {"aot", "aot_unpaired", "sft"}.intersection(getattr(trainer, "loss_types", None) or ())
     wrong: Mapping[str, bool] = {

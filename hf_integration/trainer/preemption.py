@@ -1,9 +1,9 @@
-"""End training with a checkpoint at SIGTERM, by which clusters announce that they stop a job, if
-TrainingArguments(enable_jit_checkpoint=True) asks for it.
+"""End training with a checkpoint at SIGTERM, with which clusters announce that they will stop a job, if
+TrainingArguments(enable_jit_checkpoint=True) is set.
 
-transformers' callback waits three seconds on each rank and then saves. Ranks would save different steps, and a launcher
-may signal only one rank at first. Here ranks agree after every step whether one of them was signalled, and all save
-that step.
+transformers' callback waits three seconds on each rank and then saves. Ranks would then save different steps, and a
+launcher may signal only one rank at first. Here ranks agree after every step whether one of them was signalled, and if
+so all save that step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..compat import sigterm_handler_before
 class _GuardedStart:
     """A loader's worker_init_fn, after which a worker ignores SIGTERM while its rank listens."""
 
-    start: Any  # the user's
+    start: Any  # the user's worker_init_fn
     listens: Any
 
     def __call__(self, worker: int) -> None:
@@ -43,11 +43,11 @@ class _GuardedStart:
 
 
 class PreemptionCallback(TrainerCallback):
-    """During training, save a checkpoint and stop after a step in which any rank received SIGTERM."""
+    """During training, save a checkpoint and stop after the step in which any rank received SIGTERM."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp, self.signalled = sp, False
-        self._listens = RawValue("b", False)  # which workers see
+        self._listens = RawValue("b", False)  # shared with workers
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -61,8 +61,8 @@ class PreemptionCallback(TrainerCallback):
             signal.signal(signal.SIGTERM, previous_handler)
 
     def guard(self, loader: DataLoader) -> None:
-        """Let the workers that a loader starts ignore SIGTERM while this handles it: a launcher sends it to all
-        processes of a rank, and training ends without a checkpoint where a worker ends."""
+        """Make the workers of a loader ignore SIGTERM while this handles it. A launcher sends it to all processes of a
+        rank, and if a worker ended, training would end without a checkpoint."""
         if not isinstance(loader.worker_init_fn, _GuardedStart):
             loader.worker_init_fn = _GuardedStart(loader.worker_init_fn, self._listens)
 
@@ -76,7 +76,7 @@ class PreemptionCallback(TrainerCallback):
 
 
 def take_over(trainer: Any) -> PreemptionCallback | None:
-    """Replace transformers' callback by PreemptionCallback, and return that, if the Trainer has one."""
+    """If the Trainer has transformers' callback, replace it by a PreemptionCallback and return the latter."""
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return None
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback

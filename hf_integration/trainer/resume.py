@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a Trainer resumes from: completely written, and the same on every rank."""
+"""Choose the checkpoint from which a Trainer resumes: one that is completely written, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "non
 def checkpoint_of(
     group: dist.ProcessGroup, resume_from_checkpoint: object, args: TrainingArguments, content: Mapping[str, Any]
 ) -> tuple[str | None, int]:
-    """Return (the folder to resume from, or None to start anew; how many ranks wrote it).
+    """Return (the folder to resume from, or None to start anew; the number of ranks that wrote it).
 
     Collective over the group of all ranks. Rank 0 warns of newer checkpoints that are incomplete.
 
@@ -40,8 +40,8 @@ def checkpoint_of(
         content: Its DeepSpeed configuration, with every "auto" filled in.
 
     Raises:
-        ConfigError: On every rank, if no checkpoint is complete, the requested one is incomplete, or this run cannot
-            continue the one that wrote it.
+        ConfigError: On every rank, if no checkpoint is complete, if the requested one is incomplete, or if this run
+        cannot continue the run that wrote it.
     """
     output = str(args.output_dir)
     with together(group, "reading a folder of checkpoints", "checkpoint to resume from") as agreed:
@@ -74,9 +74,8 @@ def checkpoint_of(
 
 
 def parse_resume_argument(value: object) -> str | bool | None:
-    """Parse `resume_from_checkpoint`: return a folder, LAST, or None to start anew.
-
-    A word such as "last" that is also a folder means the folder. Raises ConfigError for any other type.
+    """Parse `resume_from_checkpoint`: return a folder, LAST, or None to start anew. If a word such as "last" is also a
+    folder, it means the folder. Raises ConfigError for any other type.
     """
     if isinstance(value, bool) or value is None:
         return LAST if value else None
@@ -87,8 +86,8 @@ def parse_resume_argument(value: object) -> str | bool | None:
 
 
 def _inspected(group: dist.ProcessGroup, folder: str, content: Mapping[str, Any]) -> tuple[str, int]:
-    """Return (what is wrong with a checkpoint, and on which ranks, "" where it is complete on all; how many ranks wrote
-    it). Raise ConfigError for one of another kind of run."""
+    """Return (what is wrong with a checkpoint and on which ranks, "" if it is complete on all; the number of ranks that
+    wrote it). Raise ConfigError if it was written by another kind of run."""
     settings = DeepSpeedJson.read(content).known
     run = LoadingRun(
         rank=dist.get_rank(),
@@ -116,7 +115,7 @@ def inspect_checkpoint(folder: Path, run: LoadingRun, scheduler: bool) -> Engine
 
     Args:
         folder: The checkpoint.
-        run: The run that is to read it.
+        run: The run that will read it.
         scheduler: Whether the Trainer, and not DeepSpeed, reads the state of the learning rate scheduler.
     """
     latest = folder / ("latest_universal" if run.universal else "latest")
@@ -126,5 +125,5 @@ def inspect_checkpoint(folder: Path, run: LoadingRun, scheduler: bool) -> Engine
 
 
 def random_state(folder: Path, rank: int, ranks: int) -> Path:
-    """Return the file from which a rank restores its random generators, in a checkpoint of so many ranks."""
+    """Return the file from which a rank restores its random generators, in a checkpoint of this number of ranks."""
     return folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank % ranks}.pth")

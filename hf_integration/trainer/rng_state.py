@@ -1,4 +1,4 @@
-"""The random state of ranks: make it equal on all of them where it must be, and restore that of a checkpoint."""
+"""The random state of ranks: make it equal on ranks that need equal states, and restore it from a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from ds_seqpar.guards.waits import explaining_failure
 
 
 def share(group: dist.ProcessGroup | None) -> None:
-    """Set the random state of all ranks of a group to that of its first rank. Collective; None is a group of one rank.
+    """Set the random state of all ranks of a group to that of its first rank. Collective; None means a group of one
+    rank.
 
     ZeRO-3 initializes models on one rank only, and a checkpoint may have been written with other groups. Samplers need
-    an equal state on all ranks when training starts; data sets and collators need it on the ranks of a sequence.
+    an equal state on all ranks when training starts; data sets and collators need one on the ranks of a sequence.
     """
     if group is None:
         return
@@ -30,7 +31,7 @@ def share(group: dist.ProcessGroup | None) -> None:
 
 
 def load(path: Path) -> None:
-    """Set the random state to that in a file of the Trainer's, but for devices'. Ranks that are new have no other."""
+    """Set the random state, except that of devices, from one of the Trainer's files. New ranks have no other state."""
     with safe_globals():
         state = torch.load(path, weights_only=True)
     set_random_state((state["python"], state["numpy"], state["cpu"], None))
@@ -42,7 +43,7 @@ class SharedDraws(TrainerCallback):
 
     Args:
         sp: The `SequenceParallel` of the model.
-        by_group: Whether training begins with other numbers in each group, the same on its ranks.
+        by_group: Whether training begins with different numbers in each group, equal on the ranks of a group.
     """
 
     def __init__(self, sp: SequenceParallel, by_group: bool = False) -> None:

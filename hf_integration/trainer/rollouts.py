@@ -1,7 +1,6 @@
-"""trl's GRPO and RLOO: a group of ranks generates and scores each completion once, and all of its ranks train on them.
-
-trl's methods run as they are, but with other functions where they call accelerate's directly: those would count ranks,
-where a group of ranks replaces one process.
+"""trl's GRPO and RLOO: a group of ranks generates and scores each completion once, and all its ranks train on them.
+trl's methods run unchanged, except that the accelerate functions that they call directly are replaced: those would
+count ranks, but here a group of ranks replaces one process.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from ..model.patch import whole_sequences
 from ..rebinding import globals_read, rebound
 from . import rng_state
 
-ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl's Trainers that train on what they generate
-# attribute of them -> their argument with which each rank would make its own completions
+ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl's Trainers that train on their own generations
+# their attribute -> their argument with which each rank would make its own completions
 GENERATED_ELSEWHERE = {
     **{name: name for name in ("rollout_func", "tools", "use_transformers_continuous_batching")},
     "environment_factories": "environment_factory",
 }
-# field of a GenerationConfig -> its values with which nothing reads the padding before a prompt
+# field of a GenerationConfig -> values with which nothing reads the padding before a prompt
 PADDING_UNREAD = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (None, 1.0)),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (None, 0)),
@@ -45,18 +44,18 @@ Behind: Any = object  # stands in for the class after the mixin; type checkers t
 
 
 def rolls_out(trainer: Any) -> bool:
-    """Return whether a Trainer trains on what it generates."""
+    """Return whether a Trainer trains on its own generations."""
     return base_of_trl(type(trainer), *ROLLOUTS) is not None
 
 
 def base_of_trl(trainer_class: type, *names: str) -> type | None:
-    """Return the class of trl's, with one of these names, that a class is or extends; None where there is none."""
+    """Return the trl class, with one of these names, that a class is or extends; None if there is none."""
     bases = (x for x in trainer_class.__mro__ if x.__name__ in names and x.__module__.startswith("trl."))
     return next(bases, None)
 
 
 def check_length(trainer: Any, group_generation_over: object) -> None:
-    """Raise ConfigError for a `group_generation_over` that is no length, or of which nothing would be made."""
+    """Raise ConfigError for a `group_generation_over` that is not a length, or that would have no effect."""
     if group_generation_over is None:
         return
     if (whole_number(group_generation_over) or 0) < 1:
@@ -98,9 +97,8 @@ def check(trainer: Any) -> None:
 
 
 def check_together(trainer: Any) -> None:
-    """Raise ConfigError where the ranks of a group would share a cache that a policy's layers with a state do not have.
-
-    `generate` would refuse it as well, in the first step.
+    """Raise ConfigError if the ranks of a group would share a cache but the policy has layers with a state, which do
+    not support that. `generate` would also refuse it, but only in the first step.
     """
     inner, parts = unwrapped(trainer.model), trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
     given = [f"group_generation_over={over}"] if (over := trainer.group_generation_over) is not None else []
@@ -117,12 +115,11 @@ def check_together(trainer: Any) -> None:
 
 
 def count_groups(args: Any, groups: int) -> None:
-    """Let GRPO's and RLOO's arguments count groups of ranks, where trl has counted ranks.
-
-    `generation_batch_size` becomes that of `steps_per_generation` for groups.
+    """Change GRPO's and RLOO's arguments, in which trl has counted ranks, to count groups of ranks.
+    `generation_batch_size` becomes the value that `steps_per_generation` implies for groups.
 
     Raises:
-        ConfigError: If the completions of a prompt would not be those of whole generations.
+        ConfigError: If a generation would not contain all completions of its prompts.
     """
     rows, of_prompt = args.per_device_train_batch_size, args.num_generations
     counted, args.generation_batch_size = args.generation_batch_size, rows * groups * args.steps_per_generation
@@ -167,8 +164,8 @@ class Rollouts(Behind):
 
     @contextlib.contextmanager
     def _divided_generation(self, images: list[list | None] | None) -> Iterator[None]:
-        """Context manager in which the model's `generate` divides its rows, with these pictures each, among the ranks
-        of this group."""
+        """Context manager in which the model's `generate` divides its rows, with the given pictures of each, among the
+        ranks of this group."""
         step, (last, count) = (self.state.global_step, self.model.training), self._generations
         self._generations = step, count + 1 if step == last else 0
         seed = functools.partial(Fingerprint.of, self.args.seed, *self._generations)
@@ -184,16 +181,16 @@ class Rollouts(Behind):
         self, shared: Callable[..., Tensor], seed: Callable[..., int], images: list[list | None] | None, *,
         input_ids: Tensor, attention_mask: Tensor, generation_config: Any, **fields: Any,
     ) -> Tensor:  # fmt: skip
-        """Generate as transformers does, each row on one rank of the group, or on all of them where it is too long.
+        """Generate as transformers does, each row on one rank of the group, or on all ranks if it is too long.
 
         Args:
             shared: The patched model's `generate`.
-            seed: Returns the seed of random numbers, of what it is called with.
-            images: The pictures of each row; None without any.
+            seed: Returns the random seed for the value that it is called with.
+            images: The pictures of each row; None if there are none.
             input_ids: Prompts (rows, tokens) that are padded on the left, the same on all ranks of the group.
-            attention_mask: Of the same shape.
-            generation_config: transformers'.
-            **fields: What a processor gives beside these, of all rows.
+            attention_mask: A mask of the same shape.
+            generation_config: transformers' generation config.
+            **fields: The further outputs of a processor, for all rows.
 
         Returns:
             Prompts and completions (rows, tokens), on all ranks of the group.
@@ -214,13 +211,13 @@ class Rollouts(Behind):
                 return {}
             width = input_ids.shape[1]
             if all(getattr(config, name) in values for name, values in PADDING_UNREAD.items()):
-                width = int(attention_mask[rows].sum(1).max())  # a long prompt pads none that others generate
+                width = int(attention_mask[rows].sum(1).max())  # long prompts do not pad other ranks' prompts
             ids, mask = (x[rows, -width:] for x in (input_ids, attention_mask))
             given = self._fields_of(rows, fields, images)
             given |= {name: given[name][:, -width:] for name in {*TYPES} & {*given}}
             with unchanged(), contextlib.nullcontext() if split else compat.without_zero_hooks(inner):
                 torch.manual_seed(seed)
-                # no step waits for ranks that generate other rows, or none
+                # no step waits for ranks that generate other rows or no rows
                 given |= {"synced_gpus": False, "generation_config": config}
                 ids = generate(input_ids=ids, attention_mask=mask, **given)
             return dict(zip(rows, ids[:, width:].tolist(), strict=True))
@@ -228,7 +225,7 @@ class Rollouts(Behind):
         world = self.sp.control_world
         with together(world, "generating completions", "completions", peers=group), whole_sequences(inner):
             own = completions(shared, mine, seed(dist.get_rank()))
-        # a SeqParError is of this group; others wait for its completions
+        # a SeqParError concerns this group; others wait for its completions
         passing = CommunicationError, RuntimeError
         name = "completions of long prompts"
         with together(world, "generating completions", name, peers=group, passing=passing):
@@ -242,7 +239,7 @@ class Rollouts(Behind):
     def _fields_of(
         self, rows: list[int], fields: Mapping[str, Any], images: list[list | None] | None
     ) -> dict[str, Any]:
-        """Return what a processor gives of some rows, cut as trl cuts it into micro-batches."""
+        """Return a processor's outputs for some rows, cut as trl cuts them into micro-batches."""
         if images is None or not any(images[row] for row in rows):
             return {name: x[rows] for name, x in fields.items() if name not in MEDIA}
         counts: dict[str, Any] = {"num_images": [len(of_row or ()) for of_row in images]}
@@ -262,7 +259,8 @@ class Rollouts(Behind):
         return join(parts)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        """Score this group's completions: functions on its first rank alone, models on all its ranks."""
+        """Score this group's completions: reward functions run only on its first rank, reward models on all its
+        ranks."""
         group, told = self.sp.groups.control, b""
         args = inputs, prompts, completions, completion_ids_list
         logs = compat.extra_logs(self), compat.extra_metrics(self)
@@ -276,7 +274,7 @@ class Rollouts(Behind):
         known, *logged = pickle.loads(told)
         for log, of_first in zip(logs, logged, strict=True):
             log.update(of_first)
-        rng_state.share(group)  # functions may draw
+        rng_state.share(group)  # functions may draw random numbers
         if any(models):
             columns = known.T.tolist()
             given = [x if models[i] else functools.partial(_given, columns[i]) for i, x in enumerate(self.reward_funcs)]
@@ -284,7 +282,7 @@ class Rollouts(Behind):
         return self.accelerator.gather(known.to(self.accelerator.device))
 
     def _scored_by(self, functions: list[Any], *args: Any) -> Tensor:
-        """Return the rewards (rows, functions) of this group's completions by these functions."""
+        """Return the rewards (rows, functions) that these functions give this group's completions."""
         before, self.reward_funcs = self.reward_funcs, functions
         try:
             names = {"gather": lambda rewards: rewards}

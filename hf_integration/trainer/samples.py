@@ -1,4 +1,4 @@
-"""What packs of samples must know of a transformers model: its loss, and what samples have beside tokens."""
+"""What packs of samples must know about a transformers model: its loss, and what samples contain besides tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .job import job_of
 if TYPE_CHECKING:
     from ds_seqpar.planner.request import Job
 
-AXES_OF = "get_rope_index"  # transformers' methods that place tokens on several axes
+AXES_OF = "get_rope_index"  # the name of transformers' methods that place tokens on several axes
 
 
 class Packing:
@@ -59,12 +59,12 @@ def packing(model: nn.Module) -> Packing:
 def positions_of(model: PreTrainedModel, document: Mapping[str, Any]) -> Tensor:
     """Return the positions of a document's tokens as a pack has them, int64 (axes, 1, tokens).
 
-    The first axis counts the tokens, and so says where documents begin. It is the only one unless the model places
-    tokens on others.
+    The first axis counts the tokens, and so shows where documents begin. It is the only axis unless the model places
+    tokens on several.
 
     Args:
         model: Unwrapped.
-        document: The inputs of the forward for it alone: one row without padding.
+        document: The forward's inputs for this document alone: one row without padding.
     """
     ids = document["input_ids"]
     counted = torch.arange(ids.shape[1], device=ids.device).expand(1, 1, -1)

@@ -1,6 +1,5 @@
-"""vLLM in server mode, as trl's trainers use it: the first rank asks the server, for all groups of ranks at once.
-
-An error of the first rank is raised on all of them.
+"""vLLM in server mode, as used by trl's trainers: the first rank queries the server for all groups of ranks at once. An
+error on the first rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from ..accelerators import GroupAccelerator
 from ..rebinding import rebound
 from .rollouts import Behind
 
-CLIENT = "VLLMClient"  # what trl's file calls its client's class
+CLIENT = "VLLMClient"  # the name of the client's class in trl's file
 SERVER = "vLLM in server mode"
-SHARE = 0.9  # of the time for which ranks wait for one another, in which the server must answer
+SHARE = 0.9  # share of the ranks' timeout within which the server must answer
 
 
 class ServerOfGroups(Behind):
@@ -47,7 +46,7 @@ class ServerOfGroups(Behind):
         self._together("giving weights to", super().sync_weights, lambda: [None for _ in self._weights])
 
     def generate(self, prompts: list, images: list | None, num_generations: int, profiler: Any = None) -> tuple:
-        """Return trl's tuple, which holds the same on all ranks of a group: the answers to its prompts."""
+        """Return trl's tuple of the answers to this group's prompts, which is equal on all its ranks."""
         completions = len(prompts) * self.accelerator.num_processes
         names = {
             "gather_object": self.accelerator.gather_objects,
@@ -60,8 +59,8 @@ class ServerOfGroups(Behind):
         """Return the result of a function that all ranks call. Raises on every rank if it fails on one.
 
         Args:
-            action: For errors.
-            join: Takes part in what the other ranks wait in for a rank whose function has failed.
+            action: The name of the action, for errors.
+            join: Called if this rank's function has failed, to join the collective in which the other ranks wait.
         """
         with together(self._world, f"{action} vLLM's server", passing=(SeqParError,)):  # they have agreed on these
             try:
@@ -73,7 +72,7 @@ class ServerOfGroups(Behind):
                 raise
 
     def _tell(self, completions: int, answer: list, from_process: int) -> None:
-        """Broadcast an answer of the server. Raises on every rank if it is not whole."""
+        """Broadcast an answer of the server. Raises on every rank if the answer is incomplete."""
         error = None
         if answer[0] is not None:
             _, ids, logprobs, _ = answer[0]
@@ -92,12 +91,12 @@ class ServerOfGroups(Behind):
 def _client(make: Callable, **settings: Any) -> Any:
     client = _in_time(make)(**settings)
     client.session.request = _in_time(client.session.request)
-    client.get_server_info = functools.cache(client.get_server_info)  # trl asks again where other ranks do not wait
+    client.get_server_info = functools.cache(client.get_server_info)  # trl asks again while no other rank waits
     return client
 
 
 def _in_time(function: Callable) -> Callable:
-    """Return a function that raises TimeoutError where this one takes so long that other ranks would stop waiting."""
+    """Return a function that raises TimeoutError if the given one takes so long that other ranks would stop waiting."""
     seconds = SHARE * groups.timeout().total_seconds()
 
     def call(*args: Any, **kwargs: Any) -> Any:
