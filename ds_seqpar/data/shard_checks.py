@@ -55,8 +55,7 @@ def _judge(sentence: str, wrong: list[int]) -> InputError | None:
 
 
 def _is_wrong_mask(sp: Sharding, mask: Tensor, layout: BatchLayout | None) -> Tensor:
-    """Return whether a sharded batch's mask is not all ones; if masks are kept, whether it does more than mark padding.
-    """
+    """Return whether a sharded batch's mask is not all ones or, if masks are kept, does more than mark padding."""
     if not sp.keeps_masks:
         return (mask != 1).any()
     wrong = ((mask != 0) & (mask != 1)).any()

@@ -40,7 +40,7 @@ class SharedPrompts:
         return x.flatten(0, 1).index_select(0, self.tokens.to(x.device))[None]
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Return (rows, tokens, ...) of a tensor (1, tokens here, ...), 0 where a token predicts no label that counts."""
+        """Return (rows, tokens, ...) of a tensor (1, tokens here, ...), 0 where no label that counts is predicted."""
         places, own = self.tokens[self.own].to(x.device), self.own.to(x.device)
         rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
         return rows.index_copy(0, places, x[0].index_select(0, own)).unflatten(0, self.shape)
