@@ -34,7 +34,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """What the package exports, imported when it is first asked for: commands that only plan import no torch."""
+    """Import an export of the package on first use, so that commands that only plan do not import torch."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = exported = getattr(importlib.import_module(f".{HOMES[name]}", __name__), name)

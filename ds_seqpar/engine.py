@@ -1,7 +1,7 @@
 """Prepare a model for sequence parallel training, and return a DeepSpeed engine.
 
-DeepSpeed is given no mpu. To ZeRO every rank is a data parallel rank: it shards states over all ranks, and averages
-gradients over all ranks, at every stage. `ds_seqpar.data.batches` divides the loss so that this average is right.
+DeepSpeed is given no mpu. For ZeRO every rank is a data parallel rank: at every stage it shards states and averages
+gradients over all ranks. `ds_seqpar.data.batches` divides the loss so that this average is right.
 """
 
 from __future__ import annotations
@@ -67,33 +67,34 @@ def initialize(
     doctor: bool | None = None,
     **kwargs: Any,
 ) -> tuple:
-    """Prepare a model for sequence parallel training under DeepSpeed, as `deepspeed.initialize` does.
+    """Prepare a model for sequence parallel training under DeepSpeed, in place of `deepspeed.initialize`.
 
-    Collective over the world. A single process without a launcher, as in a notebook, becomes a world of one rank.
+    Collective over the world. A single process without a launcher, for example in a notebook, becomes a world of one
+    rank.
 
     Args:
-        model: A transformers model, also inside a peft model or torch.compile: its attention is patched. Or a model
-            that calls `sp.attention` itself: then pass that SequenceParallel as `sequence_parallel`.
+        model: A transformers model, possibly inside a peft model or torch.compile; its attention is patched. Or a model
+            that calls `sp.attention` itself; then pass its SequenceParallel as `sequence_parallel`.
         config: A DeepSpeed JSON's path or its dict, with a `"sequence_parallel"` section; default:
             `args.deepspeed_config`. `train_batch_size` counts sequences.
-        args: The arguments of a script that DeepSpeed's launcher started.
-        sequence_parallel: The SequenceParallel to train with; default: one of the section, or the model's own.
-        check_loss: Check the loss, in the first forward with labels at the latest. A causal language model of
-            transformers must give the sum of token losses on shift_labels over num_items_in_batch. False is for a loss
-            that is meant to be another.
-        doctor: Whether to examine the job for some seconds first; default: what the section says.
+        args: The arguments of a script started by DeepSpeed's launcher.
+        sequence_parallel: The SequenceParallel to train with; default: one made from the section, or the model's own.
+        check_loss: Whether to check the loss, at the latest in the first forward with labels. A causal language model
+            of transformers must return the sum of token losses on shift_labels, divided by num_items_in_batch. Use
+            False for a loss that differs on purpose.
+        doctor: Whether to examine the job for some seconds first; default: the section's setting.
         **kwargs: optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and
-            dist_init_required (False: torch.distributed is up) do as there. training_data is a data set with an index,
-            whose dataloader is DeepSpeed's own, dealt to groups as `sp.loader` does; collate_fn makes its batches,
-            which `sp.shard_batches` takes.
+            dist_init_required (False: torch.distributed is already up) mean the same as there. training_data is a
+            map-style data set. Its dataloader is DeepSpeed's own, divided among groups as by `sp.loader`; collate_fn
+            makes its batches, which `sp.shard_batches` takes.
 
     Returns:
         (engine, optimizer, dataloader, scheduler), as deepspeed.initialize does. `engine.sequence_parallel` is the
         SequenceParallel in use.
 
     Raises:
-        ConfigError: Whatever would break the gradient contract: other arguments, pipeline modules, the JSON keys in
-            `config.deepspeed_json.REFUSED`, what DeepSpeed itself refuses, and what the doctor finds.
+        ConfigError: Something would break the gradient contract: other arguments, pipeline modules, JSON keys in
+            `config.deepspeed_json.REFUSED`, anything that DeepSpeed itself refuses, or a finding of the doctor.
 
     Examples:
         >>> engine, *_ = ds_seqpar.initialize(model=model, config="ds_config.json")
@@ -126,13 +127,13 @@ def initialize(
 def _shared_model(
     model: torch.nn.Module, json: DeepSpeedJson, sp: SequenceParallel | None, given: dict, error: ConfigError | None
 ) -> SequenceParallel:
-    """Agree with all ranks on what is trained, and let the model share sequences."""
+    """Agree with all ranks on the model to train, and let it share sequences."""
     compare = functools.partial(assert_same_training, json=json, given=given, model=model, call="initialize")
     return prepare_model(model, {} if error else json.section, sp, error, lambda: job_of(json), compare)
 
 
 def _check_model(model: torch.nn.Module, sp: SequenceParallel, check_loss: bool) -> None:
-    """Check the loss before DeepSpeed has the model, and gradients from now on."""
+    """Check the loss before DeepSpeed receives the model, and check gradients from now on."""
     if (patcher := patcher_of_class(model)) is not None:
         patcher.check_function(model, sp) if check_loss else patcher.trust_loss(model)
     if _is_own(model) and sp.finite is not None:
@@ -146,7 +147,7 @@ def _is_own(model: torch.nn.Module) -> bool:
 
 
 def _examine(model: torch.nn.Module, sp: SequenceParallel, json: DeepSpeedJson, doctor: bool | None) -> None:
-    """Let the doctor examine the job, where the argument or else the section says so."""
+    """Let the doctor examine the job if the argument, or by default the section, says so."""
     doctor = sp.config.doctor if doctor is None else bool(doctor)
     assert_ranks_agree(sp.control_world, ARGUMENTS, {"doctor": doctor}, call="initialize")
     if doctor:
@@ -158,7 +159,7 @@ def _examine(model: torch.nn.Module, sp: SequenceParallel, json: DeepSpeedJson, 
 def _deepspeed_engine(
     model: torch.nn.Module, sp: SequenceParallel, json: DeepSpeedJson, args: Any, passed: Mapping[str, Any]
 ) -> tuple:
-    """Call deepspeed.initialize with the JSON as DeepSpeed must see it."""
+    """Call deepspeed.initialize with the JSON that DeepSpeed needs."""
     import deepspeed  # takes seconds: only those who train wait for it
 
     own_args, content = _without_config(args), json.for_deepspeed(sp.size, sp.data_size)
@@ -171,8 +172,9 @@ def _deepspeed_engine(
 
 
 def hook_engine(engine: Any, sp: SequenceParallel, of_loop: bool) -> None:
-    """Let an engine count sequences, save whole checkpoints, forget gradients after a step of ZeRO-3 and, where
-    `check_finite` is set, look at its steps. A second call does nothing. of_loop: as `EngineCheckpoints` takes it."""
+    """Let an engine count sequences, save whole checkpoints, drop gradients after a ZeRO-3 step and, if `check_finite`
+    is set, check its steps. A second call does nothing. of_loop: as for `EngineCheckpoints`.
+    """
     if sp.finite is not None:
         hooks_of(engine).install(FINITE, **sp.finite.around_engine(engine, sp.control_world))
     if engine.zero_optimization_partition_weights():
@@ -190,8 +192,9 @@ def _step_and_forget(engine: Any, step: Callable, *args: Any, **kwargs: Any) -> 
 
 
 def _check_first_step(engine: Any, model: torch.nn.Module, sp: SequenceParallel, check_loss: bool) -> None:
-    """Check what training alone shows: the loss of the first forward, and at the first step that the model has used
-    what was sharded."""
+    """Check what only training shows: the loss of the first forward, and at the first step, that the model has used the
+    sharded tensors.
+    """
     if check_loss and (patcher := patcher_of_class(model)) is not None:
         patcher.check_engine(engine, sp)
     if not _is_own(model):
@@ -208,20 +211,20 @@ def _check_first_step(engine: Any, model: torch.nn.Module, sp: SequenceParallel,
 
 
 def _deal_data(engine: Any, sp: SequenceParallel, data: Any, collate: Any) -> None:
-    """Give an engine the dataloader of training_data, dealt to groups."""
+    """Give an engine the dataloader of training_data, divided among groups."""
     if data is not None:
         loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
         engine.training_dataloader = Loader(sp.sharding, loader)
 
 
 def deepspeed_config(config: Config, sp: SequenceParallel) -> dict[str, Any]:
-    """Return the JSON as DeepSpeed must see it, for callers that need it before `initialize` (zero.Init,
+    """Return the JSON that DeepSpeed needs, for callers that need it before `initialize` (zero.Init,
     HfDeepSpeedConfig).
 
     DeepSpeed counts a sequence once per rank, so `train_batch_size` (sequences) is multiplied by the SP size.
 
     Raises:
-        ConfigError: The three batch settings do not fit together, or are left to the HuggingFace Trainer.
+        ConfigError: The three batch settings are inconsistent, or are left to the HuggingFace Trainer.
     """
     json = DeepSpeedJson.read(config)
     _ = json.section  # which raises where it is misspelt
@@ -230,7 +233,7 @@ def deepspeed_config(config: Config, sp: SequenceParallel) -> dict[str, Any]:
 
 
 def _read_config(config: Config | None, args: argparse.Namespace | None, kwargs: dict[str, Any]) -> DeepSpeedJson:
-    """Read the DeepSpeed configuration, which DeepSpeed takes in one of several arguments."""
+    """Read the DeepSpeed configuration from the one of several arguments that contains it."""
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -243,7 +246,7 @@ def _read_config(config: Config | None, args: argparse.Namespace | None, kwargs:
 
 
 def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | None:
-    """Copy args without deepspeed_config, which would be a second configuration for DeepSpeed."""
+    """Copy args without deepspeed_config, which DeepSpeed would take as a second configuration."""
     args = copy.copy(args)
     if args is not None and getattr(args, "deepspeed_config", None):
         args.deepspeed_config = None
@@ -251,7 +254,7 @@ def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | Non
 
 
 def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments of deepspeed.initialize that are refused, or not known, here."""
+    """Raise ConfigError for arguments of deepspeed.initialize that are refused or unknown here."""
     accepted = [*PASSED_ON, *DATA, "distributed_port", "dist_init_required"]
     for name, value in kwargs.items():
         if name in REFUSED_ARGUMENTS:
@@ -274,8 +277,9 @@ def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def start(distributed_port: int | None = None, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed and deepspeed.comm, where they are not. A process without a launcher becomes a job
-    of one rank."""
+    """Initialize torch.distributed and deepspeed.comm, unless they already are. A process without a launcher becomes a
+    job of one rank.
+    """
     import deepspeed
 
     op_lock.prepare_start()
@@ -296,7 +300,7 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
 
 
 def launcher_error() -> ConfigError | None:
-    """Return the error for ranks that lack what launchers set and DeepSpeed reads, or None."""
+    """Return the error for ranks without the variables that launchers set and DeepSpeed reads, or None."""
     missing = [name for name in NEEDED if name not in os.environ]
     if dist.is_initialized():  # an engine reads one of these
         missing = ["LOCAL_RANK"] * (local_rank() is None)
@@ -316,18 +320,18 @@ def prepare_model(
     job: Callable[[], Job] | None = None,
     compare: Callable[[dist.ProcessGroup], None] = lambda _: None,
 ) -> SequenceParallel:
-    """Return the SequenceParallel to train with; patch a transformers model that is not patched yet. Collective.
+    """Return the SequenceParallel to train with. Patch a transformers model that is not patched yet. Collective.
 
     Args:
         section: The `"sequence_parallel"` section.
-        given: A SequenceParallel that the caller has made.
+        given: A SequenceParallel that the caller made.
         error: An error of this rank, which all ranks then raise.
-        job: Called for what the planner must know beside the model, where the section asks for a plan.
-        compare: Compares what else ranks are given, before any group is made but the one that it gets.
+        job: Returns what the planner must know besides the model; called if the section requests a plan.
+        compare: Compares the ranks' other inputs, before any group is made except the one that it receives.
 
     Raises:
-        ConfigError: The model cannot be patched, or `given`, or the SequenceParallel that the model is patched with,
-            has other settings than the section on one rank; on all ranks.
+        ConfigError: On all ranks, if on one rank the model cannot be patched, or if `given` or the SequenceParallel
+            that the model is patched with has other settings than the section.
     """
     sp, config, patcher, job_with_model, base = None, None, patcher_if_known(model), None, unwrapped(model)
     try:
@@ -352,8 +356,9 @@ def prepare_model(
 def _given_or_patched_with(
     model: torch.nn.Module, config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel | None
 ) -> SequenceParallel | None:
-    """Return `given`, or the SequenceParallel that the model is patched with; None where one is to be made. Raises
-    ConfigError where it does not fit the model or the section."""
+    """Return `given`, or the SequenceParallel that the model is patched with; None if one must be made. Raises
+    ConfigError if it does not fit the model or the section.
+    """
     sp = given
     if patcher := patcher_if_known(model) if given else required_patcher(model):
         sp = given or patcher.patched_with(model)
@@ -366,7 +371,7 @@ def _given_or_patched_with(
 
 
 def _check_no_tiles(config: SequenceParallelConfig) -> None:
-    """Raise ConfigError for tiles with a model that calls sp.attention itself, whose MLPs and head are not known."""
+    """Raise ConfigError for tiles with a model that calls sp.attention itself: its MLPs and head are unknown."""
     for name in ("mlp_tiles", "loss_tiles"):
         if (value := getattr(config, name)) != 1:
             raise ConfigError(
@@ -378,8 +383,9 @@ def _check_no_tiles(config: SequenceParallelConfig) -> None:
 def _agree_on_model(
     model: torch.nn.Module, to_make: bool, error: SeqParError | None, compare: Callable[[dist.ProcessGroup], None]
 ) -> None:
-    """Agree on the class of the model, on whether groups are to be made, and by `compare`, before any rank makes or
-    uses groups."""
+    """Agree on the model's class and on whether to make groups, and call `compare`, before any rank makes or uses
+    groups.
+    """
     with explaining_failure("initialize", groups.all_ranks()):  # which may make a group
         world = groups.control_world(gloo_meets_hosts)
     value = {"model": type(unwrapped(model)).__name__, "sequence_parallel": "to be made" if to_make else "given"}
@@ -393,13 +399,13 @@ def _agree_on_model(
 def assert_same_training(
     group: dist.ProcessGroup, *, json: DeepSpeedJson | None, given: Mapping[str, Any], model: torch.nn.Module, call: str
 ) -> None:
-    """Raise DisagreementError on all ranks of a group unless all train by the same DeepSpeed JSON and arguments.
+    """Raise DisagreementError on all ranks of a group unless all train with the same DeepSpeed JSON and arguments.
 
     Args:
         group: Of all ranks, for CPU tensors.
-        json: What DeepSpeed is given; None without DeepSpeed.
+        json: The JSON that DeepSpeed receives; None without DeepSpeed.
         given: Optimizers, schedulers and other arguments, by their names in errors.
-        model: The model, whose parameters must have the same shapes, and be frozen alike.
+        model: The model; its parameters must have the same shapes and the same frozen ones on all ranks.
         call: The user's call, for errors.
     """
     with together(group, "reading what is to be trained", JSON, call=call) as agreed:
@@ -409,9 +415,10 @@ def assert_same_training(
 
 
 def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
-    """Return what ranks compare of arguments: of a parameter its name in the model, shape and dtype, of an optimizer
-    its groups, of a scheduler its attributes, of a function its defaults; of what else is neither number nor text its
-    class."""
+    """Return the fields of arguments that ranks compare: a parameter's name in the model, shape and dtype, an
+    optimizer's groups, a scheduler's attributes, a function's defaults; for anything else except numbers and text, the
+    class.
+    """
     names = {
         id(p): f"{name} {compat.whole_shape(p)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in model.named_parameters()
@@ -445,7 +452,7 @@ def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
 
 
 def _check_same_settings(config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel) -> None:
-    """Raise ConfigError for a setting of the section that differs from the SequenceParallel's."""
+    """Raise ConfigError if a setting of the section differs from the SequenceParallel's."""
     for name in section:
         value = getattr(config, name)
         if value not in ("auto", getattr(given.config, name)):

@@ -1,7 +1,7 @@
-"""Share by length: the samples of an optimizer step as packs, in which short samples are whole on a rank.
+"""Share by length: arrange the samples of an optimizer step as packs in which short samples are whole on a rank.
 
-All ranks read all samples of a step. So each of them deals these to groups and micro-batches in the same way, and no
-sample is sent. Nothing else depends on how they are dealt: losses are divided by the labels of the whole step.
+All ranks read all samples of a step. So each rank deals them to groups and micro-batches in the same way, and no sample
+is sent. Nothing else depends on the dealing: losses are divided by the number of labels of the whole step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A loader's collate_fn that makes a row of each sample alone, by the loader's own one."""
+    """A collate_fn that makes one row of each sample, with the loader's own collate_fn."""
 
     collate: Any
 
@@ -70,7 +70,7 @@ class StepDealer:
         sp: The SequenceParallel.
 
     Raises:
-        ConfigError: No `tokens_per_rank` is set, or what is trained is no sum over its tokens.
+        ConfigError: `tokens_per_rank` is not set, or the loss is not a sum over tokens.
     """
 
     def __init__(self, sp: Any) -> None:
@@ -95,19 +95,19 @@ class StepDealer:
         self.has_said = False
 
     def packs(self, samples: Sequence[Any], error: SeqParError | None = None) -> list[dict[str, Any]]:
-        """Return this group's micro-batches of a step: whole batches of one row, with the step's number of labels.
+        """Return this group's micro-batches of a step: whole batches of one row each, with the step's number of labels.
 
         Args:
-            samples: Of the step, in the same order on all ranks; each is a batch of one row.
+            samples: The step's samples, in the same order on all ranks; each is a batch of one row.
             error: Of this rank, which all ranks then raise.
 
         Returns:
-            The micro-batches, as many for each group; `num_items_in_batch` in each makes the sum of their losses this
-            group's part of the step's, times the number of groups.
+            The micro-batches, the same number for each group. With their `num_items_in_batch`, the sum of their losses
+            is this group's part of the step's loss, times the number of groups.
 
         Raises:
-            InputError: A sample is no row of tokens, or longer than a micro-batch; on all ranks.
-            DisagreementError: Ranks have other samples.
+            InputError: A sample is not a row of tokens, or is longer than a micro-batch; on all ranks.
+            DisagreementError: Ranks have different samples.
         """
         sp, batches = self.sp, list[dict[str, Any]]()
         action, name = "packing the samples of a step", "samples of a step"
@@ -133,7 +133,7 @@ class StepDealer:
         return [{**batch, "num_items_in_batch": items} for batch in batches]
 
     def _row(self, sample: Any) -> Row:
-        """Return a sample's tokens without padding. Its labels count where a token of its document predicts them."""
+        """Return a sample's tokens without padding. A label counts if a token of its document predicts it."""
         labels = labels_of(sample)
         if len(labels) != 1 or not isinstance(sample.get("input_ids"), Tensor):
             raise InputError(
@@ -165,7 +165,7 @@ class StepDealer:
         return Row(tensors, documents, media, positions)
 
     def _batch(self, pack: list[Row]) -> dict[str, Any]:
-        """Return a pack as a batch of one row. Where ranks would have no token, it has some that count nothing."""
+        """Return a pack as a batch of one row. If ranks would have no tokens, it contains some that do not count."""
         if (missing := self.sp.size - sum(row.tokens for row in pack)) > 0:
             pack = [*pack, _filler(pack, missing)]
         documents = tuple(length for row in pack for length in row.documents)
@@ -194,7 +194,7 @@ class StepDealer:
 
     @property
     def _chooses(self) -> bool:
-        """Whether packs have shards of their own: not where the mesh of the configured size was given to somebody."""
+        """Whether packs have their own shards; false if the mesh of the configured size has already been handed out."""
         return len(self.sizes) > 1 and "device_mesh" not in vars(self.sp)
 
     def _place(self, pack: Pack) -> None:
@@ -204,7 +204,7 @@ class StepDealer:
             del known[next(iter(known))]
 
     def _say_once(self, dealt: Dealt, costs: Sequence[float], shared: Sequence[tuple[int, ...]]) -> None:
-        """Log how equal the first step's work is, and what ranks receive. Collective over the world.
+        """Log how evenly the first step's work is balanced, and how much ranks receive. Collective over the world.
 
         Args:
             dealt: The packs of the step.
@@ -236,7 +236,7 @@ class StepDealer:
 
 
 class PackLoader(Loader):
-    """The packs of each optimizer step: those of this group. See `SequenceParallel.packs`."""
+    """This group's packs of each optimizer step. See `SequenceParallel.packs`."""
 
     def __init__(self, sp: Any, loader: Any, read_once: bool = False) -> None:
         self.dealer = sp.step_dealer
@@ -262,13 +262,13 @@ class PackLoader(Loader):
             yield [self._on_device(batch) for batch in self.dealer.packs(samples)]
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch as models take it best: hosts read what says where documents are."""
+        """Return a batch on the device, except for inputs that locate documents, which the host reads."""
         moved = {name: to_device(x, self.dealer.sp.device) for name, x in batch.items() if isinstance(x, Tensor)}
         return batch | {name: x for name, x in moved.items() if name not in READ}
 
 
 def _model(sp: Any) -> Any:
-    """Return the patched model whose sizes count. Raises ConfigError where packs would give another loss."""
+    """Return the patched model whose sizes determine costs. Raises ConfigError if packs would give another loss."""
     if (model := next(iter(sp.sharding.vocabularies), None)) is None:
         raise ConfigError(
             f"{CALL} counts what samples cost by the sizes of a patched model; got none, call share_sequences or "
@@ -283,7 +283,7 @@ def _model(sp: Any) -> Any:
 
 
 def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
-    """Return the Ulysses sizes that a pack may have; the configured one alone where another would not fit."""
+    """Return the Ulysses sizes that a pack may have; only the configured one if no other would fit."""
     config, sizes = sp.config, [sp.config.ulysses]
     why = {
         "the settings give it": not sp.ulysses_is_free,
@@ -297,7 +297,7 @@ def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
 
 
 def _runtime(sp: Any, ulysses: int) -> Runtime:
-    """Return the runtime of calls with another Ulysses size, with groups of its own. Collective over the world."""
+    """Return the runtime of calls with another Ulysses size. It has its own groups. Collective over the world."""
     config, rank, world = dataclasses.replace(sp.config, ulysses=ulysses), dist.get_rank(), sp.control_world
     topology = config.topology(world.size())
     with explaining_failure("making process groups", world):
@@ -308,7 +308,7 @@ def _runtime(sp: Any, ulysses: int) -> Runtime:
 
 
 def _filler(pack: Sequence[Row], tokens: int) -> Row:
-    """Return a row of tokens that count nothing, with the tensors of a pack."""
+    """Return a row of tokens that do not count, with the tensors of a pack."""
     filler = torch.zeros(1, tokens, dtype=torch.int64, device="cpu")
     kinds = pack[0].tensors if pack else {"input_ids": filler, "labels": filler}
     zeros = {name: x.new_zeros(1, tokens, *x.shape[2:]) for name, x in kinds.items()}

@@ -1,4 +1,4 @@
-"""Models of libraries that ds_seqpar knows how to patch. `initialize` imports the package that does it for a model."""
+"""Models of libraries that ds_seqpar can patch. `initialize` imports the package that patches a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOW = "which is not installed; install it by pip install 'ds_seqpar[hf]'"
 
 
 class ModelPatcher(Protocol):
-    """What a package must have that patches models of one library; hf_integration is one.
+    """The interface of a package that patches models of one library, such as hf_integration.
 
     Models may be inside a peft model or torch.compile. sp is a SequenceParallel.
     """
@@ -35,60 +35,60 @@ class ModelPatcher(Protocol):
         """Return the job with the model's sizes."""
 
     def check_patch(self, model: Any, sp: Any) -> None:
-        """Raise what patch_attention would."""
+        """Raise the errors that patch_attention would raise."""
 
     def patched_with(self, model: Any) -> Any:
         """Return the SequenceParallel that a model is patched with, or None."""
 
     def packing(self, model: Any) -> Packing:
-        """Return what packs must know of a patched model."""
+        """Return what packs must know about a patched model."""
 
     def patch_attention(self, model: Any, sp: Any) -> Any:
-        """Let the model's attention run on sp; return the model."""
+        """Run the model's attention on sp. Return the model."""
 
     def trust_loss(self, model: Any) -> None:
-        """Leave out the trial of a patched model's loss in its forwards."""
+        """Skip the check of a patched model's loss in its forwards."""
 
     def log_probs(self, sp: Any, model: Any, input_ids: Any, **how: Any) -> Any:
-        """Return what `SequenceParallel.log_probs` does."""
+        """Return the same as `SequenceParallel.log_probs`."""
 
     def check_function(self, model: Any, sp: Any) -> None:
-        """Raise on every rank unless the model's loss is right, before DeepSpeed has the model."""
+        """Raise on every rank unless the model's loss is right, before DeepSpeed receives the model."""
 
     def check_engine(self, engine: Any, sp: Any) -> None:
         """Check the loss in the first forward of an engine's model, and that it calls sp.attention."""
 
 
 class Packing(Protocol):
-    """What packs must know of a model."""
+    """What packs must know about a model."""
 
     def job_of(self, job: Job) -> Job:
-        """Return the job with the model's sizes. Raises ConfigError where its loss is no sum over tokens."""
+        """Return the job with the model's sizes. Raises ConfigError if its loss is not a sum over tokens."""
 
     def media_of(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a sample that have no entry for each token. Raises where the model cannot take them."""
+        """Return the inputs of a sample that have no per-token entries. Raises if the model cannot take them."""
 
     def positions_of(self, document: Mapping[str, Any]) -> Any:
-        """Return the positions of a document's tokens, int64 (axes, 1, tokens), of which the first axis counts them."""
+        """Return the positions of a document's tokens, int64 (axes, 1, tokens). The first axis counts the tokens."""
 
     def joined(self, media: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what `media_of` has returned for documents as the inputs of one pack."""
+        """Join the results of `media_of` for several documents into the inputs of one pack."""
 
 
 def patcher_of_class(model: nn.Module) -> ModelPatcher | None:
-    """Return the package for models of this class, whether or not it knows the family; None for a user's own class."""
+    """Return the package for models of this class, whether or not it supports the family; None for a custom class."""
     bases = [base.__name__ for base in type(unwrapped(model)).__mro__]
     return next((imported(package) for base, package in PACKAGES.items() if base in bases), None)
 
 
 def patcher_if_known(model: nn.Module) -> ModelPatcher | None:
-    """Return the package that can patch this model, since it knows its family; None where none does."""
+    """Return the package that supports this model's family, and so can patch it; None if none does."""
     patcher = patcher_of_class(model)
     return patcher if patcher is not None and patcher.is_known(unwrapped(model)) else None
 
 
 def required_patcher(model: nn.Module) -> ModelPatcher:
-    """Return `patcher_of_class`. Raises ConfigError for a user's own class."""
+    """Return `patcher_of_class`. Raises ConfigError for a custom class."""
     if (patcher := patcher_of_class(model)) is None:
         raise ConfigError(
             "initialize needs a transformers model, or the SequenceParallel that your own model calls; got "
@@ -98,23 +98,24 @@ def required_patcher(model: nn.Module) -> ModelPatcher:
 
 
 def numbers_of(place: str) -> Model:
-    """Return the sizes of a model, from the folder or the file of its config. Raises ConfigError for another file, and
-    for a family that is not known."""
+    """Return the sizes of a model, from its config's folder or file. Raises ConfigError for any other file and for an
+    unknown family.
+    """
     return imported(f"{PACKAGES['PreTrainedModel']}.look.sizes").numbers_of(place)
 
 
 def random_model(place: str) -> Any:
-    """Return a model with random weights, of the configuration that `numbers_of` reads. Raises what that raises."""
+    """Return a model with random weights, for the configuration that `numbers_of` reads. Raises the same errors."""
     return imported(f"{PACKAGES['PreTrainedModel']}.look.sizes").random_model(place)
 
 
 def doctor_of_models() -> Any:
-    """Return the module with the doctor's checks of models. Raises ConfigError where transformers is not installed."""
+    """Return the module with the doctor's checks of models. Raises ConfigError if transformers is not installed."""
     return imported(f"{PACKAGES['PreTrainedModel']}.doctor.checks")
 
 
 def imported(name: str) -> Any:
-    """Import a module. Raises ConfigError where transformers or accelerate, which it needs, is not installed."""
+    """Import a module. Raises ConfigError if it needs transformers or accelerate and that is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""SequenceParallel: what user code holds. Attention, and moving data between global order and this rank's tokens."""
+"""SequenceParallel: the object that user code holds, for attention and for moving data to and from shards."""
 
 from __future__ import annotations
 
@@ -55,31 +55,31 @@ MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # h
 class SequenceParallel:
     """Shard each sequence over `config.size` ranks. Construct it on every rank after init_process_group().
 
-    `initialize`, `share_sequences` and the Trainer construct one. It is a context manager, which closes it.
+    `initialize`, `share_sequences` and the Trainer construct one. It is a context manager that closes it at the end.
 
     Args:
         config: The settings; default: all `"auto"`.
         heads: The model's (query heads, key/value heads), which `ulysses="auto"` needs.
-        job: What is to be trained, for settings that are planned. `initialize` and the Trainer give it by themselves.
+        job: The job, for settings that are planned. `initialize` and the Trainer pass it themselves.
         error: Why this rank has no config; all ranks then raise it.
 
     Raises:
-        ConfigError: The settings of one rank do not fit; on every rank. Collective over the world.
+        ConfigError: The settings do not fit on one rank; raised on every rank. Collective over the world.
 
     Attributes:
         config (SequenceParallelConfig): The settings, with every `"auto"` resolved.
         rank (int): This rank's number among the `size` ranks of its sequence.
-        size (int): Ranks that share a sequence.
-        multiple (int): Of what a sequence's length must be a multiple for all ranks to have equally many tokens.
-        data_rank (int): The number of this rank's group: which sequence of a batch it works on.
-        data_size (int): How many groups there are.
-        device (torch.device): Where this rank's tensors belong: the device that the process has set, or the one
-            of its number on the machine, as the launcher says.
+        size (int): Number of ranks that share a sequence.
+        multiple (int): The number that must divide a sequence's length for all ranks to have the same number of tokens.
+        data_rank (int): The number of this rank's group, which determines the sequences that it works on.
+        data_size (int): The number of groups.
+        device (torch.device): The device of this rank's tensors: the device that the process has set, or the device
+            with its local rank, from the launcher.
         topology (Topology): All ranks of the job as named axes.
         sharding (Sharding): Which tokens each rank has; `shard`, `gather`, `place`, `position_ids` and
             `sum_over_ranks` are its methods.
-        accumulation_steps (int | None): Micro-batches of an optimizer step, where known (`initialize` sets it); None
-            takes as many as `shard_batches` is given.
+        accumulation_steps (int | None): Micro-batches of an optimizer step, if known (`initialize` sets it). With None,
+            any number of micro-batches may be passed to `shard_batches`.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class SequenceParallel:
     def device_mesh(self) -> DeviceMesh:
         """All ranks of the job as torch's DeviceMesh with the dims "dp", "cp" and "ulysses", for FSDP2 and the like.
 
-        Its "cp" and "ulysses" have the process groups of attention. The first look is collective over the world.
+        Its "cp" and "ulysses" dims use attention's process groups. The first access is collective over the world.
 
         Raises:
-            ConfigError: The setting `rank_order` is not "auto", nor its order.
+            ConfigError: The setting `rank_order` is neither "auto" nor the order of "auto".
         """
         return groups.device_mesh(self.topology, self.groups, self.device)
 
@@ -156,13 +156,13 @@ class SequenceParallel:
         return self.groups.world
 
     def close(self) -> None:
-        """Free the process groups, with their threads and sockets. Whatever communicates afterwards raises ConfigError.
+        """Free the process groups, with their threads and sockets. Communication afterwards raises ConfigError.
 
-        Without it they are freed once nothing refers to the SequenceParallel: no patched model, and no backward pass
-        that is still to come. NCCL's communicators are freed by `close` alone, which all ranks must then call.
+        Without `close`, they are freed when nothing refers to the SequenceParallel any more: no patched model and no
+        pending backward pass. NCCL's communicators are freed only by `close`, which all ranks must then call.
 
         Raises:
-            SeqParError: What was still to be compared differs, or a device says only now that a tensor was wrong.
+            SeqParError: A pending comparison fails, or a device reports only now that a tensor was wrong.
         """
         try:
             self.checker.flush(last=True)
@@ -173,10 +173,10 @@ class SequenceParallel:
                 cast(TorchComm, used.comm).groups.close()
 
     def bind_to_thread(self) -> None:
-        """Let the current thread communicate, in place of the thread that made the last SequenceParallel.
+        """Let the current thread communicate, instead of the thread that made the last SequenceParallel.
 
-        Ranks could pair calls of two threads wrongly, so one thread of a process communicates, for all its
-        SequenceParallels. Call it on every rank, while no other thread is in a call that communicates.
+        Ranks could pair the calls of two threads wrongly. So one thread of a process communicates for all its
+        SequenceParallels. Call this on every rank, while no other thread is in a call that communicates.
         """
         bind_thread()
 
@@ -201,7 +201,7 @@ class SequenceParallel:
         sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute exact attention over the whole sequence, of which each rank gives its local tokens.
+        """Compute exact attention over the whole sequence; each rank passes its local tokens.
 
         Differentiable, once. Collective over the ranks that share the sequence, in backward too.
 
@@ -209,22 +209,22 @@ class SequenceParallel:
             q: Queries (batch, local_seq, heads, head_dim), of the dtype of k and v.
             k: Keys (batch, local_seq, kv_heads, head_dim). heads is a multiple of kv_heads: query head h reads
                 key/value head h * kv_heads // heads.
-            v: Values (batch, local_seq, kv_heads, v_dim). Where v_dim is not head_dim, the smaller is padded with
+            v: Values (batch, local_seq, kv_heads, v_dim). If v_dim differs from head_dim, the smaller is padded with
                 zeros, which are computed and sent.
             causal: Whether a query sees no later position.
             scale: Factor of the scores; default: head_dim ** -0.5.
-            mask: Which keys a query sees, by global position, in place of `causal`.
-            shards: Which runs of q and of k/v each CP rank holds, in place of the configured layout. They may differ,
-                and in length from rank to rank.
+            mask: Which keys a query sees, by global position, instead of `causal`.
+            shards: Which runs of q and of k/v each CP rank holds, instead of the configured layout. q and k/v may have
+                different runs, and ranks different lengths.
             softcap: Scores x become softcap * tanh(x / softcap) (Gemma 2).
-            sinks: Attention sinks (heads,), of all query heads on every rank: one extra logit per head, in the softmax
-                denominator only (gpt-oss). Their gradient is to be summed over ranks.
-            return_lse: Whether to return the log-sum-exp too.
+            sinks: Attention sinks (heads,), for all query heads on every rank: one extra logit per head, only in the
+                softmax denominator (gpt-oss). Sum their gradient over ranks.
+            return_lse: Whether to also return the log-sum-exp.
 
         Returns:
-            The output (batch, local_seq, heads, v_dim), 0 for a query that sees no key. With `return_lse` also the
-            log-sum-exp of each row's scores, sink included: (batch, local_seq, heads) in fp32 (fp64 for fp64), which
-            has no gradient: one that reaches it raises InputError.
+            The output (batch, local_seq, heads, v_dim), 0 for a query that sees no key. With `return_lse`, also the
+            log-sum-exp of each row's scores, sink included: (batch, local_seq, heads) in fp32 (fp64 for fp64). It is
+            not differentiable: a gradient that reaches it raises InputError.
 
         Raises:
             InputError, ConfigError, KernelError, DisagreementError: One rank's arguments do not fit; on all ranks,
@@ -255,14 +255,14 @@ class SequenceParallel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute `attention` to the keys and values of a latent (MLA): head h has `latent @ expand[h]`, k before v.
 
-        The setting `latent_attention` says whether ranks send the latent or what they have expanded.
+        The setting `latent_attention` determines whether ranks send the latent or the expanded keys and values.
 
         Args:
             q: Queries (batch, local_seq, heads, head_dim).
-            latent: What keys and values are made of (batch, local_seq, width).
-            expand: The matrices (heads, width, head_dim + v_dim), of all heads on every rank. Their gradient is to be
-                summed over ranks.
-            causal: As for `attention`, and so are the other arguments, the result and what it raises.
+            latent: The tensor from which keys and values are expanded (batch, local_seq, width).
+            expand: The matrices (heads, width, head_dim + v_dim), for all heads on every rank. Sum their gradient over
+                ranks.
+            causal: As for `attention`; the other arguments, the result and the errors too.
 
         Examples:
             >>> k, v = torch.einsum("bsr,hre->bshe", latent, expand).split([head_dim, v_dim], dim=-1)
@@ -277,14 +277,14 @@ class SequenceParallel:
         return self.operator_attention((q, *expanded(latent, expand, q.shape[-1])), options)
 
     def operator_attention(self, tensors: Sequence[Tensor], options: AttentionOptions) -> Any:
-        """Compute `attention` as an operator does, which may take other tensors than q, k and v.
+        """Compute an operator in place of `attention`; it may take other tensors than q, k and v.
 
         Args:
             tensors: What `options.operator` takes (`core.runtime.operator`).
             options: The operator and the other arguments.
 
         Returns:
-            As `attention`; with `options.lse` the log-sum-exp too.
+            As `attention`; with `options.lse`, also the log-sum-exp.
         """
         tensors = _autocast(*tensors)
         options = options._replace(backward=_is_differentiated(*tensors, options.sinks))
@@ -293,12 +293,12 @@ class SequenceParallel:
         return out if lse is None else (out, attention.LseWithoutGradient.apply(lse, out))
 
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, parts: int = 1) -> Any:
-        """Compute `attention` for a caller whose ranks have agreed on the inputs already, as a patched model's do.
+        """Compute `attention` for a caller whose ranks have already agreed on the inputs, such as a patched model.
 
         Args:
-            k: As for `attention`; of another `options.operator` its second tensor.
-            v: As for `attention`; of another `options.operator` its third tensor.
-            parts: Of how many head chunks, that the caller goes through, these tensors are one.
+            k: As for `attention`; for another `options.operator`, its second tensor.
+            v: As for `attention`; for another `options.operator`, its third tensor.
+            parts: Number of head chunks that the caller goes through; these tensors are one of them.
 
         Returns:
             The output; with `options.lse`, (output, log-sum-exp).
@@ -309,7 +309,7 @@ class SequenceParallel:
         return out if lse is None else (out, lse)
 
     def runtime_of(self, shards: object) -> runtime.Runtime:
-        """Return the runtime of a call: that of the CP ranks which its shards are of."""
+        """Return the runtime of a call, which depends on the number of CP ranks of its shards."""
         size = shards.size if isinstance(shards, UnevenShards) else self.runtime.size
         return self.runtimes.get(size, self.runtime)
 
@@ -317,25 +317,25 @@ class SequenceParallel:
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, shards: UnevenShards, scale: float | None = None,
         softcap: float | None = None, agreed: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Compute attention of each rank's new tokens to the keys that all ranks have kept of earlier ones.
+        """Compute attention of each rank's new tokens to the keys of earlier tokens that all ranks have kept.
 
-        Queries go to the kept keys, or these to the queries, whichever takes fewer bytes. To see the new keys too,
-        merge the result with that of `attention` among the new tokens, by their log-sum-exps. No gradients. Collective
-        over the ranks that share the sequence.
+        Ranks send either queries or kept keys, whichever takes fewer bytes. To include the new keys, merge the result
+        with that of `attention` among the new tokens, using their log-sum-exps. No gradients. Collective over the ranks
+        that share the sequence.
 
         Args:
             q: Queries of this rank's new tokens (batch, new tokens, heads, head_dim).
             k: The keys that this rank has kept (batch, kept tokens, kv_heads, head_dim).
             v: Their values (batch, kept tokens, kv_heads, v_dim).
             mask: Which keys a query sees, by position.
-            shards: The new tokens (q, from `q_start` on) and the kept ones (kv) of each of the `size` SP ranks.
+            shards: The new tokens (q, from `q_start` on) and the kept tokens (kv) of each of the `size` SP ranks.
             scale: As for `attention`.
             softcap: As for `attention`.
             agreed: Whether the ranks have agreed on the inputs already. Then nothing is checked.
 
         Returns:
-            The output (batch, new tokens, heads, v_dim) and each row's log-sum-exp (batch, new tokens, heads), as
-            `attention` returns them.
+            The output (batch, new tokens, heads, v_dim) and each row's log-sum-exp (batch, new tokens, heads), as in
+            `attention`.
 
         Raises:
             InputError, ConfigError, KernelError, DisagreementError: As `attention`; also for inputs that require
@@ -349,23 +349,23 @@ class SequenceParallel:
         self, q: Tensor, k: Tensor, v: Tensor, *, counts: Sequence[tuple[int, int]] | None = None,
         scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None, agreed: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Compute attention of one new token a row, which all ranks have, to the keys that all ranks have kept.
+        """Compute attention of one new token per row, which all ranks have, to the keys that all ranks have kept.
 
         No gradients. Collective over the ranks that share the sequence.
 
         Args:
             q: Queries (batch, 1, heads, head_dim), the same on all ranks.
-            k: The keys that this rank has kept (batch, kept tokens, kv_heads, head_dim), the new token's on one rank.
-                Ranks may have kept different numbers of tokens, and none.
+            k: The keys that this rank has kept (batch, kept tokens, kv_heads, head_dim); one rank has the new token's
+                key. Ranks may have kept different numbers of tokens, or none.
             v: Their values (batch, kept tokens, kv_heads, v_dim).
-            counts: For each row (first, end): its keys are k[row, first:end]; None: all.
+            counts: (first, end) for each row: its keys are k[row, first:end]; None: all.
             scale: As for `attention`.
             softcap: As for `attention`.
             sinks: As for `attention`.
             agreed: Whether the ranks have agreed on the inputs already. Then nothing is checked.
 
         Returns:
-            The output (batch, 1, heads, v_dim), the same bits on all ranks.
+            The output (batch, 1, heads, v_dim), bitwise the same on all ranks.
 
         Raises:
             InputError, ConfigError, KernelError, DisagreementError: As `attention`; also for inputs that require
@@ -376,16 +376,17 @@ class SequenceParallel:
         return decode.decode(self.runtime, q, k, v, counts, options, agreed)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-        """Checkpoint a layer of your own model, as `torch.utils.checkpoint.checkpoint` does, without attending twice.
+        """Checkpoint a layer of your own model like `torch.utils.checkpoint.checkpoint`, but compute attention only
+        once.
 
-        The results of `attention` in the function are kept, so that it is neither computed nor sent again, unless the
-        settings say `recompute_attention`. With `offload_checkpoints` what is saved goes to host memory. A patched
-        model's `gradient_checkpointing_enable` does the same.
+        The results of `attention` in the function are kept, so attention is neither computed nor sent again, unless
+        `recompute_attention` is set. With `offload_checkpoints`, saved tensors go to host memory. A patched model's
+        `gradient_checkpointing_enable` does the same.
         """
         return self.checkpointing(checkpoint)(function, *args, use_reentrant=use_reentrant, **kwargs)
 
     def checkpointing(self, checkpoint: Callable[..., Any]) -> checkpoints.Checkpoint:
-        """Return `checkpoint` made of another checkpoint function than torch's."""
+        """Return `checkpoint` based on another checkpoint function than torch's."""
         if self.config.offload_checkpoints and self.store is None:
             from .memory.offload import store_of
 
@@ -403,18 +404,18 @@ class SequenceParallel:
     ) -> list[dict[str, Any]]:
         """Shard the micro-batches of an optimizer step: give this rank its tokens of every sequence.
 
-        Without DeepSpeed call `(loss / len(microbatches)).backward()`. `data.batches.shard_microbatches` says what
-        comes out. Collective over the world.
+        Without DeepSpeed call `(loss / len(microbatches)).backward()`. `data.batches.shard_microbatches` describes the
+        result. Collective over the world.
 
         Args:
             microbatches: All micro-batches of the step, the same on all ranks of a sequence. Each has labels, int64
-                (B, S), -100 for tokens that do not count, and input_ids; packed documents are told by position_ids.
-                Whole sequences are best left on the CPU.
+                (B, S), -100 for tokens that do not count, and input_ids; position_ids mark packed documents. Whole
+                sequences are best left on the CPU.
             causal: Whether attention is causal; False for bidirectional attention.
-            training: False takes any number of micro-batches, whose `mean_loss` is the evaluation loss.
+            training: False accepts any number of micro-batches; their `mean_loss` is the evaluation loss.
             device: Where to put the result, such as `engine.device`; default: where the micro-batches are.
-            inputs: How ranks share tensors of your own, by name, as {"weights": tokens()} of `ds_seqpar.data.inputs`;
-                what a patched model declares is known.
+            inputs: How ranks share your own tensors, by name, for example {"weights": tokens()} from
+                `ds_seqpar.data.inputs`. A patched model's declarations are already known.
 
         Returns:
             The same number of batches, with this rank's tokens.
@@ -441,35 +442,33 @@ class SequenceParallel:
         device: torch.device | str | None = None,
         inputs: Mapping[str, InputSpec] | None = None,
     ) -> dict[str, Any]:
-        """Shard one micro-batch, as `shard_batches` does."""
+        """Shard one micro-batch, as in `shard_batches`."""
         return self.shard_batches([batch], causal=causal, training=training, device=device, inputs=inputs)[0]
 
     def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
-        """Return torch's DistributedSampler over groups in place of ranks.
-
-        Its indices are those of a run without sequence parallelism on `data_size` ranks. Call its `set_epoch` before
-        each epoch.
+        """Return torch's DistributedSampler over groups instead of ranks. Its indices are the same as in a run without
+        sequence parallelism on `data_size` ranks. Call its `set_epoch` before each epoch.
         """
         group = {"num_replicas": self.data_size, "rank": self.data_rank}
         return DistributedSampler(dataset, **group, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def loader(self, loader: DataLoader, read_once: bool = False) -> Loader:
-        """Give the ranks of a sequence the same batches of a DataLoader, and each group other ones.
+        """Give the ranks of a sequence the same batches of a DataLoader, and different batches to each group.
 
-        Batches come whole and on the CPU. `IterableDataset`, workers and torchdata's StatefulDataLoader work too;
-        `set_epoch`, `state_dict` and `load_state_dict` go on in the middle of an epoch. Collective over the world, as
-        is each batch. For Accelerators use `hf_integration.prepare_loader`.
+        Batches come whole and on the CPU. `IterableDataset`, workers and torchdata's StatefulDataLoader work too; with
+        `set_epoch`, `state_dict` and `load_state_dict` a run resumes in the middle of an epoch. This call and each
+        batch are collective over the world. For Accelerators use `hf_integration.prepare_loader`.
 
         Args:
-            loader: Over the whole data set, the same on every rank, with a sampler or none: group d takes the batches
-                d, d + data_size, ..., and the first ones again where the last are too few. One with `sampler` has its
-                group's batches already.
-            read_once: Let one rank of each group read, and send each batch to the others. Augmentation and collators
-                that draw random numbers then agree, and nothing is read twice.
+            loader: A loader over the whole data set, the same on every rank, with or without a sampler. Group d takes
+                the batches d, d + data_size, ...; if the last ones do not suffice for all groups, the first are
+                repeated. A loader with `sampler` already has its group's batches.
+            read_once: Let one rank of each group read, and send each batch to the others. Random augmentation and
+                collators then agree, and nothing is read twice.
 
         Raises:
-            ConfigError, DisagreementError: A sampler is for ranks and not for groups, loading fails on one rank, or
-                ranks have other orders or numbers of batches; on every rank.
+            ConfigError, DisagreementError: On every rank, if a sampler is for ranks and not for groups, loading fails
+                on one rank, or orders or numbers of batches differ between ranks.
         """
         from .data.loader import Loader
 
@@ -477,31 +476,31 @@ class SequenceParallel:
 
     @functools.cached_property
     def step_dealer(self) -> StepDealer:
-        """What makes packs of the samples of a step. The first look is collective over the world."""
+        """The object that makes packs from a step's samples. The first access is collective over the world."""
         from .lengths import StepDealer
 
         return StepDealer(self)
 
     def packs(self, loader: DataLoader, read_once: bool = False) -> PackLoader:
-        """Give each optimizer step as packs: short samples are whole on one rank, long ones shared by all of a group.
+        """Yield each optimizer step as packs: short samples are whole on one rank, long ones shared by a whole group.
 
-        The setting `tokens_per_rank` says how large they are. The samples of a step, and so losses, gradients and
-        weights, are those of a plain run with this loader. Collective over the world, as is each step.
+        The setting `tokens_per_rank` determines their size. The samples of a step, and so losses, gradients and
+        weights, are the same as in a plain run with this loader. This call and each step are collective over the world.
 
         Args:
-            loader: The plain run's on one rank: its data set, sampler, seed and collator, with batches of all samples
-                of an optimizer step. The collator is given each sample alone.
+            loader: The loader of a plain run on one rank, with the same data set, sampler, seed and collator, and with
+                batches of all samples of an optimizer step. The collator receives one sample at a time.
             read_once: As for `loader`.
 
         Returns:
             A loader with `set_epoch`, `state_dict` and `load_state_dict`, which yields a list of whole batches for each
-            step, as many on every rank. Call the model with each, call `backward` of each loss, and step after the
-            last; gradients are to be averaged over ranks, as DDP does. A pack's loss may be this rank's part of it, so
+            step, the same number on every rank. Call the model with each batch, call `backward` on each loss, and step
+            after the last. Average gradients over ranks, as DDP does. A pack's loss may be this rank's part of it, so
             that ranks need not wait; the step's loss is `sp.mean_loss(sum(losses))`.
 
         Raises:
             ConfigError, InputError, DisagreementError: `tokens_per_rank` is not set, a sample is longer than
-                `tokens_per_rank * size` tokens, or ranks have other samples; on every rank.
+                `tokens_per_rank * size` tokens, or ranks have different samples; on every rank.
 
         Examples:
             >>> for packs in sp.packs(DataLoader(dataset, batch_size=64, shuffle=True)):
@@ -517,25 +516,25 @@ class SequenceParallel:
         self, model: Any, input_ids: Tensor, *, attention_mask: Tensor | None = None, labels: Tensor | None = None,
         temperature: float = 1.0, return_entropy: bool = False, **inputs: Any,
     ) -> Any:  # fmt: skip
-        """Compute the log-probability of each label given the tokens before it, by a patched model.
+        """Compute the log-probability of each label given the tokens before it, with a patched model.
 
-        Neither logits nor hidden states are gathered: one number a token is. No logits exist for more than a tile of
-        tokens, in backward neither. A prompt that rows share is computed once (`shared_prompts`). Collective over the
-        ranks that share the sequence, in backward too.
+        Only one number per token is gathered, and neither logits nor hidden states. Logits exist for at most a tile of
+        tokens, in backward too. A prompt that rows share is computed once (`shared_prompts`). Collective over the ranks
+        that share the sequence, in backward too.
 
         Args:
-            model: A causal language model of transformers that shares sequences by this SequenceParallel, as it is
-                called: inside DDP, a DeepSpeed engine or a peft model, where it is in one.
+            model: A causal language model of transformers that shares sequences by this SequenceParallel. If it is
+                inside DDP, a DeepSpeed engine or a peft model, pass the wrapper.
             input_ids: Whole rows (rows, tokens), the same on the ranks that share them.
             attention_mask: (rows, tokens), 0 for padding on either side.
-            labels: (rows, tokens), not shifted, -100 for tokens that do not count; default: input_ids but for padding.
+            labels: (rows, tokens), not shifted, -100 for tokens that do not count; default: input_ids except padding.
             temperature: What logits are divided by.
-            return_entropy: Whether to return the entropy of each distribution too.
+            return_entropy: Whether to also return the entropy of each distribution.
             **inputs: More arguments of the model, such as position_ids of packed documents.
 
         Returns:
             The log-probabilities (rows, tokens - 1) in fp32 (fp64 for fp64), whole on every rank, with gradients; 0
-            where no label counts. With `return_entropy` a tuple of these and the entropies, alike.
+            where no label counts. With `return_entropy`, a tuple of these and the entropies, in the same form.
 
         Raises:
             ConfigError, InputError, DisagreementError: The model is not patched, or a batch is wrong or differs between
@@ -570,9 +569,8 @@ class SequenceParallel:
     def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: Literal[True]) -> Tensor: ...
 
     def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: bool = False) -> float | Tensor:
-        """Return the loss of an optimizer step: the mean over all ranks and micro-batches of what the model returned.
-
-        A single rank's loss of a batch from `shard_batches` is only its share. Collective over the world.
+        """Return the loss of an optimizer step: the mean over all ranks and micro-batches of the model's losses. A
+        single rank's loss of a batch from `shard_batches` is only its share. Collective over the world.
 
         Args:
             losses: One or several losses, each a floating point tensor of one element.
@@ -580,9 +578,10 @@ class SequenceParallel:
                 those of the mean of this rank's `losses`, since DeepSpeed and DDP average gradients over ranks.
 
         Raises:
-            InputError, DisagreementError: A loss is no such tensor, or ranks give other numbers of them; on all ranks.
-            ConfigError: The model has called no attention of this SequenceParallel since batches were sharded, or a
-                model of your own has not read their position_ids; on all ranks.
+            InputError, DisagreementError: A loss is not such a tensor, or ranks pass different numbers of losses; on
+                all ranks.
+            ConfigError: The model has not called attention of this SequenceParallel since batches were sharded, or a
+                custom model has not read their position_ids; on all ranks.
         """
         groups = self.groups
         self.checker.flush()  # before a loss is looked at, which waits for the device
@@ -602,7 +601,7 @@ def _is_differentiated(*inputs: object) -> bool:
 
 
 def _this_device() -> tuple[torch.device, ConfigError | None]:
-    """(this rank's device, which is now the current one; the error to tell all ranks where it has none)."""
+    """Return (this rank's device, now the current one; the error to raise on all ranks if it has none)."""
     try:
         return devices.bind_device(groups.all_ranks()) or torch.device("cpu"), None
     except ConfigError as reason:
@@ -618,8 +617,9 @@ def _agreed(
     error: SeqParError | None,
 ) -> SequenceParallelConfig:
     """Return the configuration with every "auto" but the kernel's replaced. error: of this rank, which all ranks then
-    raise. Raises on every rank where one rank's settings do not fit. Where the settings ask for a plan, each rank plans
-    for itself, and rank 0 prints the result."""
+    raise. Raises on every rank if one rank's settings do not fit. If the settings request a plan, each rank plans for
+    itself, and rank 0 prints the result.
+    """
     with together(world, UNREADABLE, CONFIGURATION, error=error, call=MAKING, advice=of_kernels) as agreed:
         config, ranks = _config(given), world.size()
         resolved, machine = config.resolve(ranks, heads), planning.named_machine(config)
@@ -642,14 +642,14 @@ def _config(given: object) -> SequenceParallelConfig:
 
 
 def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Under torch.autocast, in its dtype: what it does for scaled_dot_product_attention (RoPE mixes fp32 and bf16)."""
+    """Cast under torch.autocast, as it does for scaled_dot_product_attention (RoPE mixes fp32 and bf16)."""
     if not any(map(_is_cast, tensors)):
         return tensors
     return [x.to(torch.get_autocast_dtype(x.device.type)) if _is_cast(x) else x for x in tensors]
 
 
 def _is_cast(x: object) -> bool:
-    """Whether autocast changes its dtype. Some devices (meta) have no autocast to ask about."""
+    """Whether autocast changes a tensor's dtype. Some devices (meta) have no autocast state."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return False
     return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)

@@ -1,6 +1,8 @@
-"""Ask the planner for what a configuration leaves to `"auto"`, and what memory a job needs.
+"""Let the planner choose settings that are `"auto"`, and predict the memory that a job needs.
 
-Nothing else of the engine imports the planner, and this in functions: the engine runs without it."""
+No other module of the engine imports the planner. This one imports it inside functions, so that the engine runs without
+it.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def named_machine(config: SequenceParallelConfig) -> Machine | None:
 
 
 def fewest_head_chunks(recipe: Recipe, ulysses: int, local: Shape, *of_call: Any) -> int:
-    """Return the fewest head chunks that save memory, as `Runtime` asks for them.
+    """Return the smallest number of head chunks that saves memory, for `Runtime`.
 
     Args:
         of_call: The mask, the shards, the setting of the kernel, and whether tensors are on a GPU.
@@ -71,14 +73,14 @@ def planned_by_all(
     job: Job | None,
     call: str,
 ) -> SequenceParallelConfig:
-    """Return the configuration that the planner makes. Every rank plans for the hosts of all ranks, then they compare.
+    """Return the planner's configuration. Every rank plans for the hosts of all ranks; then the ranks compare results.
 
     Args:
         world: The group of all ranks.
         config: The configuration.
-        machine: The one that the configuration names.
-        job: What is to be trained, if anything is known of it.
-        call: What the user called, for errors.
+        machine: The machine that the configuration names.
+        job: The job to plan for, if anything is known about it.
+        call: The user's call, for errors.
     """
     from .planner.auto import line_of, resolve_with_plan
 
@@ -96,7 +98,7 @@ def planned_by_all(
 def costs_of_all(
     world: dist.ProcessGroup, config: SequenceParallelConfig, dtype: str, job_with_model: Callable[[Job], Job]
 ) -> Costs:
-    """Return what samples of a model cost, the same on all ranks. Collective.
+    """Return the costs of a model's samples, the same on all ranks. Collective.
 
     Args:
         config: Resolved.
@@ -104,7 +106,7 @@ def costs_of_all(
         job_with_model: Adds the model's sizes to a job.
 
     Raises:
-        ConfigError: The machine has no rates for the model's dtype, or the model's sizes cannot be counted.
+        ConfigError: The machine has no rates for the model's dtype, or the model's sizes cannot be determined.
     """
     from .planner.lengths import Costs
     from .planner.request import Job
@@ -125,12 +127,12 @@ def hosts_of_all(world: dist.ProcessGroup) -> list[machines.Host]:
 
 
 def advise_on_memory(model: nn.Module, sp: Any, job_with_sizes: Callable[[nn.Module], Job]) -> None:
-    """Let an out-of-memory error of this rank say what the planner predicts for the job.
+    """Add the planner's prediction for the job to an out-of-memory error of this rank.
 
     Args:
-        model: The model, which is not kept alive, as `sp` is not.
+        model: The model. Neither it nor `sp` is kept alive.
         sp: The SequenceParallel that it trains with.
-        job_with_sizes: Returns what the planner must know, the model's sizes too.
+        job_with_sizes: Returns what the planner must know, including the model's sizes.
     """
     out_of_memory.advise = functools.partial(_memory_in_words, weakref.ref(model), weakref.ref(sp), job_with_sizes)
 
@@ -138,7 +140,7 @@ def advise_on_memory(model: nn.Module, sp: Any, job_with_sizes: Callable[[nn.Mod
 def _memory_in_words(
     model_ref: weakref.ref[nn.Module], sp_ref: weakref.ref[Any], job_with_sizes: Callable[[nn.Module], Job]
 ) -> str:
-    """Return what a step with sequences as in the last forward is predicted to need; "" where that is not known."""
+    """Return the predicted memory of a step with sequences as in the last forward; "" if unknown."""
     from .planner.auto import memory_in_words
 
     model, sp = model_ref(), sp_ref()
@@ -152,14 +154,14 @@ def _memory_in_words(
 
 
 def detected_machine(hosts: Sequence[machines.Host], named: Machine | None = None) -> Machine:
-    """Guess the machine when the config names none. Every rank computes the same guess.
+    """Guess the machine if the config does not name one. Every rank computes the same guess.
 
-    With accelerators it is the preset of rank 0's device, with the least memory of all; without, a machine of the
-    smallest host's cores and memory.
+    With accelerators, it is the preset of rank 0's device, with the smallest memory of all devices. Otherwise it is a
+    machine with the cores and memory of the smallest host.
 
     Args:
         hosts: The host of each rank, by rank.
-        named: The machine that the config names. It is returned with the ranks per node that there are.
+        named: The machine that the config names. It is returned with the actual number of ranks per node.
     """
     from .planner.machine import Machine
 

@@ -1,7 +1,7 @@
 """Run the programs of all ranks of one sequence in one process.
 
-The walker, the kernels and the exchange of heads are those of the real ranks; only the transport is a mailbox. It takes
-global tensors and returns global ones. For tests, and to measure on one device.
+The walker, the kernels and the exchange of heads are the same as on real ranks; only the transport is replaced by a
+mailbox. Inputs and outputs are global tensors. For tests, and for measurements on one device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .data.batch_layout import positions_held
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The output of all virtual ranks, and the gradients where `do` was given."""
+    """The output of all virtual ranks, and the gradients if `do` was given."""
 
     out: Tensor  # (B, S, Hq, D), global
     dq: Tensor | None
@@ -90,7 +90,7 @@ class _VirtualComm:
         self, peers: Sequence[int], kind: str, elements: int, sent: Sequence[Tensor], received: Sequence[Tensor],
         tag: int = -1,
     ) -> _Receives:  # fmt: skip
-        """Send to each peer, and receive from each. elements: how many arrive from others."""
+        """Send to each peer, and receive from each. elements: number of elements that arrive from others."""
         sends, receives = (
             [Message(peer, kind, 0, tensor, tag) for peer, tensor in zip(peers, tensors, strict=True)]
             for tensors in (sent, received)
@@ -140,18 +140,18 @@ def attention(
 
     Args:
         q: (B, S, Hq, D).
-        k: (B, S, Hkv, D). With `shards`, S may differ from that of q.
-        v: As k.
-        do: The gradient of out, as out.
+        k: (B, S, Hkv, D). With `shards`, S may differ from q's.
+        v: Like k.
+        do: The gradient of out, with out's shape.
         mask: Replaces `causal`.
         shards: The tokens that every CP rank holds, in place of the configured layout.
         softcap: As `SequenceParallel.attention` takes it.
         sinks: As `SequenceParallel.attention` takes them.
-        operator: What is computed. Of one other than attention, k and v are the second and the third tensor.
-        compilers: A dict, empty at first, that keeps what one call compiled for the next one.
+        operator: The operator to compute. For any other than attention, k and v are the second and third tensor.
+        compilers: A dict, initially empty, that keeps compiled programs for the next call.
 
     Raises:
-        SeqParError: As `SequenceParallel` and its attention raise it for these settings and tensors.
+        SeqParError: The errors of `SequenceParallel` and its attention for these settings and tensors.
     """
     visible = admit.mask_of(causal, mask)
     given = q, k, v
@@ -222,7 +222,7 @@ class _Ranks:
     def attention(
         self, tensors: Tensors, do: Tensor | None, settings: CallSettings
     ) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Return out, the gradients of the operator's tensors, none without do, and that of sinks."""
+        """Return out, the gradients of the operator's tensors (none without do), and the gradient of sinks."""
         operator = settings.operator
         sides = ["q", *["kv"] * (len(operator.operands) - 1), *[""] * len(operator.parameters)]
         local = list(zip(*(self.shard(side, x) for side, x in zip(sides, tensors, strict=True)), strict=True))
@@ -266,21 +266,18 @@ class _Ranks:
         return runtime.backward_walk(tensors, shapes, self.sinks, found.saved, settings, self.common)
 
     def walk_all(self, walks: list[Walk]) -> list[list[Tensor]]:
-        """Return the results of all ranks.
-
-        In turn each rank walks on until it waits for a message that is not posted yet.
-        """
+        """Return all ranks' results. Each rank in turn walks until it waits for a message that is not posted yet."""
         while any(walk.at < len(walk.program.code) for walk in walks):
             assert any([_advance(walk) for walk in walks]), "ranks wait for one another"
         assert not any(queue for box in self.mailboxes for queue in box.values()), "a message nobody received"
         return [walk.call.results() for walk in walks]
 
     def shard(self, side: str, x: Tensor) -> list[Tensor]:
-        """Return each rank's tokens of a side; with no side all have the whole tensor."""
+        """Return each rank's tokens of a side; without a side, all ranks have the whole tensor."""
         return [x[:, positions] for positions in self.positions[side]] if side else [x] * len(self.runtimes)
 
     def unshard(self, side: str, shards: list[Tensor], seq: int) -> Tensor:
-        """Return the whole tensor of all ranks' tokens; with no side the sum."""
+        """Return the whole tensor from all ranks' tokens; without a side, the sum."""
         if not side:
             return torch.stack(shards).sum(0)
         whole = shards[0].new_empty(shards[0].shape[0], seq, *shards[0].shape[2:])
@@ -290,7 +287,7 @@ class _Ranks:
 
 
 def _advance(walk: Walk) -> bool:
-    """Walk on until a message is missing, or to the end. Return whether any instruction was executed."""
+    """Continue the walk until a message is missing, or to the end. Return whether any instruction was executed."""
     start = walk.at
     while walk.at < len(walk.program.code):
         instruction = walk.program.code[walk.at]

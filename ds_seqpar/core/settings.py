@@ -48,7 +48,7 @@ PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and th
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """The values of a setting, where others can be registered. `read` reads those that begin with a prefix."""
+    """The values of a setting; others can be registered. `read` reads values that begin with a prefix."""
 
     setting: str
     values: Callable[[], Iterable[str]]
@@ -74,16 +74,17 @@ class OneOf:
 class SequenceParallelConfig:
     """Configure how `size` ranks share one sequence: the `"sequence_parallel"` section, with the same names.
 
-    Every setting has a default, and most have `"auto"`, which `resolve` replaces. A schedule's own settings (`rows`,
-    `ring_size`, ...) are given and read as those below; `python -m ds_seqpar show --help` lists them.
+    Every setting has a default, for most of them `"auto"`, which `resolve` replaces. A schedule's own settings (`rows`,
+    `ring_size`, ...) are set and read like those below; `python -m ds_seqpar show --help` lists them.
 
     Args:
-        schedule_options: A schedule's own settings, by name. They may be given by their names instead.
-        auto_fields: What `memory="auto"` has still to choose; default: the memory settings that are not given.
+        schedule_options: A schedule's own settings, by name. They may also be passed as keywords.
+        auto_fields: The settings that `memory="auto"` must still choose; default: the memory settings that are not
+            given.
         **settings: The settings below, and the schedules' own.
 
     Raises:
-        ConfigError: A setting does not exist, or its value cannot be right whatever the others are.
+        ConfigError: A setting does not exist, or its value is wrong regardless of other settings.
     """
 
     __pydantic_config__ = STRICT
@@ -223,17 +224,18 @@ class SequenceParallelConfig:
         return f"{type(self).__name__}({settings})"
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings by name, as the JSON would have them."""
+        """Return all settings by name, as in the JSON."""
         return {name: getattr(self, name) for name in setting_names()}
 
     @property
     def chosen_schedule(self) -> Schedule:
-        """The schedule that is named, or that of "auto"."""
+        """The named schedule, or the one for "auto"."""
         return schedules.schedule(self.schedule)
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> SequenceParallelConfig:
-        """Read the section itself. Raises ConfigError for a key that does not exist, naming the nearest that does."""
+        """Read the section itself. Raises ConfigError for a key that does not exist, naming the nearest one that
+        does."""
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
         check_names(section)
@@ -242,15 +244,17 @@ class SequenceParallelConfig:
     def resolve(
         self, world_size: int, heads: tuple[int, int] | None = None, per_node: int | None = None
     ) -> SequenceParallelConfig:
-        """Return the same settings with every `"auto"` replaced, but for those of tiles, which each forward chooses.
+        """Return the same settings with every `"auto"` replaced, except the numbers of tiles, which each forward
+        chooses.
 
         Args:
-            world_size: Ranks of the job.
-            heads: (query heads, key/value heads) of the model, where known.
-            per_node: Ranks of a node, in which an `ulysses` of "auto" then stays; None: "auto" does not look at nodes.
+            world_size: Number of ranks of the job.
+            heads: (query heads, key/value heads) of the model, if known.
+            per_node: Number of ranks of a node; an `ulysses` of "auto" stays within it. None: "auto" ignores nodes.
 
         Raises:
-            ConfigError: `size` does not divide the world, `ulysses` not the size, or `ulysses` does not fit the heads.
+            ConfigError: `size` does not divide the world, `ulysses` does not divide the size, or `ulysses` does not fit
+                the heads.
         """
         if heads is not None and not (isinstance(heads, Sequence) and len(heads) == 2 and all(map(is_count, heads))):
             raise ConfigError(f"heads must be the model's numbers of query and key/value heads; got {heads!r}")
@@ -279,9 +283,10 @@ class SequenceParallelConfig:
         return resolved
 
     def _ulysses(self, heads: tuple[int, int] | None, per_node: int) -> int:
-        """Return the size that is given; for "auto" the largest that stays in a node, shares the heads equally, leaves
-        each Ulysses rank a head in every head chunk, and leaves CP ranks in a number that the schedule's own settings
-        fit."""
+        """Return the configured size. For "auto", return the largest size that stays within a node, divides the heads
+        equally, leaves each Ulysses rank a head in every head chunk, and gives a number of CP ranks that fits the
+        schedule's own settings.
+        """
         ulysses = self.ulysses if self.ulysses != "auto" else 1
         if self.size % ulysses:
             raise ConfigError(
@@ -311,7 +316,7 @@ class SequenceParallelConfig:
         )
 
     def _check_own(self, chosen: Schedule) -> None:
-        """Raise ConfigError for a setting of another schedule's."""
+        """Raise ConfigError for a setting of another schedule."""
         known = schedules.settings()
         for name, _ in self.schedule_options:
             if (owner := known[name][1]) is not chosen:
@@ -321,7 +326,7 @@ class SequenceParallelConfig:
                 )
 
     def _check_choices(self, chosen: Schedule) -> None:
-        """Raise ConfigError for a value that this schedule does not take; the sentence names schedules that do."""
+        """Raise ConfigError for a value that this schedule does not accept; the message names schedules that do."""
         for name, legal in _choices(chosen).items():
             value = getattr(self, name)
             if isinstance(value, str) and value not in ("auto", *legal):
@@ -339,8 +344,9 @@ class SequenceParallelConfig:
         return tuple(self.chosen_schedule.shaped(cp_size, options, heads, self.layout).items())
 
     def section(self) -> dict[str, Any]:
-        """Return, of a resolved config, the section of a DeepSpeed JSON: size, ulysses, schedule, and what is not the
-        default. What asked for a plan is left out."""
+        """Return a resolved config as the section of a DeepSpeed JSON: size, ulysses, schedule, and values other than
+        the default. Settings that requested a plan are left out.
+        """
         settings, defaults = self.settings(), SequenceParallelConfig().settings()
         section = {name: settings.pop(name) for name in ("size", "ulysses", "schedule")}
         cp_size, options = self.size // self.ulysses, dict(self.schedule_options)
@@ -354,11 +360,11 @@ class SequenceParallelConfig:
 
     @property
     def cp_axes(self) -> Axes:
-        """Return, of a resolved config, names and sizes of the axes of its CP ranks, the first one numbered fastest."""
+        """Return names and sizes of the axes of a resolved config's CP ranks, the fastest-numbered axis first."""
         return self.chosen_schedule.axes(self.size // self.ulysses, dict(self.schedule_options))
 
     def topology(self, world_size: int) -> Topology:
-        """Return, of a resolved config, all ranks of the job as named axes."""
+        """Return all ranks of the job as named axes, for a resolved config."""
         chosen, axes = self.chosen_schedule, self.cp_axes
         order, data = axis_order(axes, self.rank_order, chosen.rank_orders), world_size // self.size
         return Topology.of(axes, ulysses=self.ulysses, data=data, order=order, collective_axes=chosen.collective_axes)
@@ -372,10 +378,10 @@ class SequenceParallelConfig:
         return shape or bool(self.auto_fields)
 
     def kept(self, head_chunks: int, checkpointed: bool, keeps: bool) -> SavedForBackward:
-        """Return what attention's forward saves for backward, of a resolved config.
+        """Return what attention's forward saves for backward, for a resolved config.
 
         Args:
-            head_chunks: How many there are.
+            head_chunks: Number of head chunks.
             checkpointed: Whether a checkpoint is around attention.
             keeps: Whether that checkpoint keeps attention's results.
         """
@@ -387,7 +393,7 @@ class SequenceParallelConfig:
         return SavedForBackward.QKV if checkpointed else SavedForBackward.QKV_AND_OUT
 
     def recipe(self, topology: Topology) -> Recipe:
-        """Return the Recipe that programs are made from, of a resolved config."""
+        """Return the Recipe from which a resolved config's programs are made."""
         return Recipe(
             schedule=self.chosen_schedule,
             topology=topology,
@@ -411,7 +417,7 @@ def setting_names() -> tuple[str, ...]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ConfigError for a setting that does not exist, naming the nearest that does."""
+    """Raise ConfigError for a setting that does not exist, naming the nearest one that does."""
     known = setting_names()
     for name in names:
         if name not in known:
@@ -421,7 +427,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    """Return, for each common setting whose values are words, the words that a schedule takes."""
+    """Return the words that a schedule accepts for each common setting whose values are words."""
     sides = ("auto", *schedule.moving_sides)
     return {
         "layout": schedule.layouts,
@@ -435,8 +441,9 @@ HOST_PIECE = 2**26  # bytes of the host tensors that offloaded checkpoints are c
 
 
 def most_logits(vocab: int, hidden: int) -> int:
-    """Return the most bytes of a tile's fp32 logits with loss_tiles "auto": a quarter of the head's fp32 gradient,
-    which exists at the same time, and at most 256 MiB."""
+    """Return the maximum bytes of a tile's fp32 logits with loss_tiles "auto": a quarter of the head's fp32 gradient,
+    which exists at the same time, and at most 256 MiB.
+    """
     return min(2**28, vocab * hidden)
 
 

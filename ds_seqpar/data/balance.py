@@ -1,15 +1,15 @@
-"""Divide the tokens of packed documents among CP ranks so that all have as many tokens and as many causal pairs.
+"""Divide the tokens of packed documents among CP ranks so that tokens and causal pairs are equal on all ranks.
 
 A causal pair is a query and a key that a causal mask of the documents lets it see.
 
-The ranks are halved, and their halves again. In a halving the documents are sorted by their mean number of keys per
-query. The left half takes a window of this row, as wide as its tokens, at the place where the window also has its share
-of pairs. Of a document that the window cuts the left half takes the front, so that k/v are sent from lower ranks to
-higher ones. The window slides from the fewest keys to the most, and its pairs grow with it, so there is such a place.
-Only where one document has most of the pairs, the last position may still have too few. Then the document there is cut
-as zigzag does: the left half takes both of its ends, and as much of each as gives the pairs.
+The ranks are halved recursively. At each halving the documents are sorted by their mean number of keys per
+query. The left half takes a window of this row. The window is as wide as the half has tokens, and is placed so that it
+also has the half's share of pairs. If the window cuts a document, the left half takes its front, so that k/v are sent
+from lower ranks to higher ones. As the window slides from the fewest keys to the most, its pairs grow, so such a place
+exists. Only if one document has most of the pairs, the last position may still have too few. That document is then cut
+as in zigzag: the left half takes both of its ends, and as much of each as it needs to reach its share of pairs.
 
-Documents with parents are one item of the row for each tree, until a tree has too many tokens or pairs for that.
+Documents with parents form one item of the row per tree, unless a tree has too many tokens or pairs.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ TOLERANCE = 256  # a half's pairs may differ from its share by 1 / TOLERANCE of 
 def balanced(lengths: Sequence[int], ranks: int, parents: tuple[int, ...] = ()) -> tuple[Runs, ...]:
     """Return the runs of packed documents that each CP rank holds, for `UnevenShards(balanced(lengths, ranks))`.
 
-    The result is the same on every rank. Ranks differ by one token at most, and their causal pairs by parts in a
-    thousand, or by those of one token. At most 2 * (ranks - 1) documents are cut, all others are whole on one rank.
-    All ranks together have at most len(lengths) + 4 * (ranks - 1) runs. A block of k/v is sent only where it has a part
-    of a document that is cut. A single document is divided as zigzag does: into 2 * ranks chunks, an early and a late
-    one for each rank, whose lengths differ by one token at most.
+    The result is the same on every rank. Ranks differ by at most one token. Their causal pairs differ by a few parts in
+    a thousand, or by the pairs of one token. At most 2 * (ranks - 1) documents are cut; every other document is whole
+    on one rank. All ranks together have at most len(lengths) + 4 * (ranks - 1) runs. A block of k/v is sent only if it
+    contains part of a document that is cut. A single document is divided as in zigzag: into 2 * ranks chunks, one early
+    and one late chunk for each rank. Their lengths differ by at most one token.
 
     Args:
-        lengths: Tokens of each document, one after the other from position 0.
+        lengths: Tokens of each document, in order from position 0.
         ranks: Number of CP ranks.
-        parents: For each document the number of its parent, as `Mask` takes them. Of trees with several documents no
-            more are cut than of other documents, but where one has most of the tokens or pairs.
+        parents: The number of each document's parent, as for `Mask`. A tree of several documents counts as one document
+            for the number of cuts, unless it has most of the tokens or pairs.
 
     Raises:
-        InputError: A length or the number of ranks is not a whole number from 1 on, or the parents are wrong.
+        InputError: A length or the number of ranks is not a positive whole number, or the parents are wrong.
     """
     count, starts = whole_number(ranks), Mask.documents_of(lengths)
     if count is None or count < 1:
@@ -81,8 +81,8 @@ class _Piece(NamedTuple):
     def ends(self, tokens: int) -> tuple[int, int]:
         """Return how many of `tokens` tokens are taken from the front and from the back.
 
-        A piece of one interval gives all from the front. From two intervals, the tokens taken have the mean number of
-        keys of all.
+        From a piece of one interval, all are taken from the front. From two intervals, the tokens are taken so that
+        their mean number of keys is that of the whole piece.
         """
         _, p, q, r, s, _, total, pairs = self
         if q == s:
@@ -93,7 +93,7 @@ class _Piece(NamedTuple):
         return front, tokens - front
 
     def cut(self, front: int, back: int) -> tuple[_Piece, _Piece]:
-        """Return (the two ends as one piece, which goes to the lower ranks; what is between them)."""
+        """Return (the two ends as one piece, which goes to the lower ranks; the part between them)."""
         base, p, q, r, s, beside, _, _ = self
         low, high = p + front, s - back
         q, r = (high, high) if q == s else (q, r)
@@ -108,7 +108,7 @@ class _Piece(NamedTuple):
 
 
 def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece:
-    """Return the piece with these fields, its empty intervals removed and adjoining ones merged."""
+    """Return the piece with these fields; empty intervals are removed and adjoining ones merged."""
     if p == q:  # the second part alone
         p, q, r = r, s, s
     elif r == s:  # the first
@@ -151,7 +151,9 @@ _Item = _Piece | _Tree
 
 
 def _tree(pieces: list[_Piece], beside: int = 0) -> _Item:
-    """Return the pieces of a tree as one item. A document alone is a piece, which may also be cut at both ends."""
+    """Return the pieces of a tree as one item. A document without relatives is a piece, which may also be cut at both
+    ends.
+    """
     return _Tree(pieces, beside) if len(pieces) > 1 else pieces[0]._replace(beside=beside)
 
 
@@ -165,7 +167,9 @@ def _pieces_of_ranks(pieces: list[_Item], ranks: int) -> list[list[_Item]]:
 
 
 def _zigzag(piece: _Piece, ranks: int) -> list[list[_Item]]:
-    """Return each rank's pieces: the outermost tokens go to the first, half of them in front, and so on inwards."""
+    """Return each rank's pieces: the first rank gets the outermost tokens, half of them from the front; the next rank
+    gets the next ones, and so on.
+    """
     taken = [piece.tokens * rank // ranks for rank in range(ranks + 1)]
     edges = [(piece.p + (outer + 1) // 2, piece.s - outer // 2) for outer in taken]
     return [
@@ -175,10 +179,10 @@ def _zigzag(piece: _Piece, ranks: int) -> list[list[_Item]]:
 
 
 def _halved(pieces: list[_Item], share: int, ranks: int) -> tuple[list[_Item], list[_Item]]:
-    """Return (pieces of the lower `share` of `ranks` ranks, pieces of the others).
+    """Return (pieces of the lower `share` of the `ranks` ranks, pieces of the other ranks).
 
-    A piece whose document continues on ranks below or above all of these goes to the half next to those ranks where it
-    can: then its k/v arrive after one hop.
+    A piece whose document continues on ranks below or above all of these goes to the half next to those ranks if
+    possible, so that its k/v arrive after one hop.
     """
     tokens = sum([piece.tokens for piece in pieces]) * share // ranks
     pairs = sum([piece.pairs for piece in pieces]) * share // ranks
@@ -215,7 +219,7 @@ def _halved(pieces: list[_Item], share: int, ranks: int) -> tuple[list[_Item], l
 class _Row:
     """Pieces side by side, and the windows of `width` tokens over them.
 
-    Of a piece in which a window begins or ends, the window has the tokens that `_Piece.ends` gives.
+    If a window begins or ends within a piece, it has the tokens of that piece that `_Piece.ends` returns.
     """
 
     def __init__(self, pieces: list[_Item], width: int) -> None:
@@ -225,7 +229,7 @@ class _Row:
         self.last = self.starts[-1] - width  # the last position of a window
 
     def reaches(self, pairs: int) -> bool:
-        """Return whether some window is certain to have so many causal pairs."""
+        """Return whether some window is certain to have this number of causal pairs."""
         return 0 < self.width < self.starts[-1] and self.pairs(0) <= pairs <= self.pairs(self.last)
 
     def edges(self, at: int) -> tuple[int, int, int, int]:
@@ -244,7 +248,9 @@ class _Row:
         return total + self.pieces[end].of_ends(*self.pieces[end].ends(end_tokens)) if end_tokens else total
 
     def window(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
-        """Return (pieces inside, pieces outside) of the window that has so many pairs, but for those of one token."""
+        """Return (pieces inside, pieces outside) of the window that has this number of pairs, up to the pairs of one
+        token.
+        """
         at = bisect_left(range(self.last + 1), pairs, key=self.pairs)
         at -= at > 0 and pairs - self.pairs(at - 1) < self.pairs(at) - pairs
         first, tokens, end, end_tokens = self.edges(at)
@@ -262,9 +268,8 @@ class _Row:
         return inside, outside
 
     def ends(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
-        """Return (pieces inside, pieces outside) of the last window, where even that one has too few pairs.
-
-        Of its first piece it takes fewer tokens from the front and more from the back.
+        """Return (pieces inside, pieces outside) of the last window, for when even that one has too few pairs. From its
+        first piece it takes fewer tokens from the front and more from the back.
         """
         first, tokens, _, _ = self.edges(self.last)
         piece = self.pieces[first]
@@ -280,7 +285,7 @@ class _Row:
 
 
 def _runs(pieces: list[_Item]) -> Runs:
-    """Return the tokens of pieces as runs, of which adjoining ones are merged."""
+    """Return the tokens of pieces as runs; adjoining runs are merged."""
     runs: list[tuple[int, int]] = []  # (start, end)
     for start, end in sorted(
         [(interval.base + interval.p, interval.base + interval.q) for piece in pieces for interval in piece.intervals()]
@@ -294,9 +299,8 @@ def _runs(pieces: list[_Item]) -> Runs:
 
 @functools.lru_cache(maxsize=64)
 def shards_of(layout: str, lengths: tuple[int, ...], ranks: int, parents: tuple[int, ...] = ()) -> UnevenShards:
-    """Return the shards of packed documents of these lengths, in tokens, on so many CP ranks. parents: as of a `Mask`.
-
-    Of all layouts only "balanced" depends on where documents begin.
+    """Return the shards of packed documents of these lengths, in tokens, on the given number of CP ranks. parents: as
+    for `Mask`. Only the "balanced" layout depends on where documents begin.
     """
     if layout == "balanced":
         return UnevenShards(balanced(lengths, ranks, parents))

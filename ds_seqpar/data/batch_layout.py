@@ -1,4 +1,4 @@
-"""A batch's own sharding and mask, where the configured layout does not say everything."""
+"""A batch's own sharding and mask, for batches that the configured layout does not fully describe."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..core.compiler.sharding.shards import Shards, UnevenShards, runs_of_sp_ran
 class BatchLayout:
     """Which tokens of a batch each rank has, and what they attend to.
 
-    It is made where the configured layout does not say everything: for packed documents, for padding that is not
-    plainly on the right, and for lengths that ranks cannot share equally. `shard_batches` returns it as "placement", or
-    else `EQUAL`.
-    Pass its mask and shards to `sp.attention`, and itself to `sp.gather`. A patched model takes it as it is.
+    It is made for batches that the configured layout does not fully describe: packed documents, padding that is not
+    simply on the right, and lengths that ranks cannot share equally. `shard_batches` returns it as "placement"; for
+    other batches, "placement" is `EQUAL`. Pass its mask and shards to `sp.attention`, and the layout itself to
+    `sp.gather`. A patched model takes it as it is.
     """
 
     mask: Mask  # numbers tokens by position in the batch
@@ -34,7 +34,7 @@ class BatchLayout:
 
     @property
     def tokens(self) -> int:
-        """Tokens that all ranks hold together: of one sequence, or of all rows if they lie end to end."""
+        """The tokens that all ranks hold together: one sequence, or all rows if they lie end to end."""
         return sum(tokens_of(self.shards, "q", rank) for rank in range(self.shards.size))
 
     @functools.cached_property
@@ -45,11 +45,11 @@ class BatchLayout:
         return f"of {self.tokens} tokens {self.fingerprint}"
 
     def mask_with_window(self, window: int | None) -> Mask:
-        """Return the mask, restricted to a layer's window of so many tokens; None: the mask itself."""
+        """Return the mask, restricted to a layer's window of this many tokens; None: the mask itself."""
         return self.mask if window is None or self.fits(window) else _with_window(self.mask, window)
 
     def fits(self, tokens: int) -> bool:
-        """Return whether documents have parents, and no query sees a key that is so many tokens before it."""
+        """Return whether documents have parents, and no query sees a key this many tokens before it."""
         return bool(self.mask.parents) and tokens >= self.longest
 
     def positions(self, ulysses: int, rank: int) -> Tensor:
@@ -59,12 +59,12 @@ class BatchLayout:
     def position_ids(self, ulysses: int, rank: int, after_padding: bool = False) -> Tensor:
         """Return the position_ids of an SP rank's tokens, int64, on the CPU.
 
-        They count from 0 in each document, and from the end of its parent in one that has a parent.
+        They count from 0 in each document; in a document with a parent, from the end of the parent.
 
         Args:
             ulysses: The Ulysses size.
             rank: The SP rank.
-            after_padding: Whether a row that begins with padding is counted from its first token behind that.
+            after_padding: Whether a row that begins with padding is counted from its first token after the padding.
         """
         starts, origins = self._counted_from(after_padding)
         positions, edges = self.positions(ulysses, rank), torch.tensor(starts, device="cpu")
@@ -77,7 +77,7 @@ class BatchLayout:
         return max(end - origin for end, origin in zip((*starts[1:], self.tokens), origins, strict=True))
 
     def _counted_from(self, after_padding: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (positions from which on position_ids count on, for each of them the position that has number 0)."""
+        """Return (positions at which position_ids start a new count; for each, the position that has number 0)."""
         if self.mask.parents:
             return self.mask.documents, self.mask.origins
         starts = (self.mask.documents or (0,)) if after_padding else self.restarts
@@ -85,7 +85,7 @@ class BatchLayout:
 
 
 class EqualShares(enum.Enum):
-    """The "placement" of a sharded batch of which the configured layout says everything, in graphs a constant."""
+    """The "placement" of a sharded batch that the configured layout fully describes; a constant in graphs."""
 
     EQUAL = "equal"
 
@@ -105,7 +105,7 @@ def _with_window(mask: Mask, window: int) -> Mask:
 def positions_held(shards: Shards, ulysses: int, rank: int, side: str = "q") -> Tensor:
     """Return the positions of an SP rank's tokens, int64, on the CPU.
 
-    They are its CP rank's tokens in order, in shares that differ by one token at most. So after the all-to-all the CP
+    They are its CP rank's tokens in order, in shares that differ by at most one token. So after the all-to-all the CP
     rank holds its runs again.
     """
     runs = runs_of_sp_rank(shards, side, ulysses, rank)

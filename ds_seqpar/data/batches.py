@@ -44,13 +44,12 @@ def shard_microbatches(
     device: torch.device | str | None = None,
     inputs: Mapping[str, InputSpec] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return this rank's shard of every micro-batch of an optimizer step.
+    """Return this rank's shard of every micro-batch of an optimizer step. All ranks that share sequences must pass the
+    same micro-batches. Collective over the world.
 
-    All ranks that share sequences must pass the same micro-batches. Collective over the world.
-
-    The loss that a rank computes from its shard is its local part; `sp.mean_loss` returns the loss of all. It holds G
-    times the gradient, and `engine.backward` divides by G. Without DeepSpeed call `(loss / G).backward()`, and average
-    gradients over the world, as DDP does.
+    The loss that a rank computes from its shard is its local part; `sp.mean_loss` returns the loss over all ranks. The
+    local loss carries G times the gradient, and `engine.backward` divides by G. Without DeepSpeed call `(loss /
+    G).backward()`, and average gradients over the world, as DDP does.
 
     Args:
         sp: the SequenceParallel.
@@ -60,30 +59,29 @@ def shard_microbatches(
             - `attention_mask`: (B, S), 0 for padding, which is before or after a row's tokens but not between them;
             - documents, as `documents.documents_of` reads them: `position_ids` that begin again, cumulative lengths, or
               `seq_idx`;
-            - other tensors, which `inputs` declares, or a patched model;
-            - values that are not tensors, and tensors of no dimension, which are returned as they are.
+            - other tensors, which `inputs` or a patched model declares;
+            - values that are not tensors, and 0-dim tensors, which are returned as they are.
         causal: whether attention is causal.
-        steps: G, where it is known.
+        steps: G, if known.
         device: where this rank's tensors are copied to; None leaves each on its device.
         inputs: how ranks share further tensors, by name (`data.inputs`).
 
     Returns:
         A dict for each micro-batch:
-            - every input in the part that is declared: those with an entry for each token as (B, local tokens, ...);
+            - this rank's part of every input, as declared: inputs with an entry per token are (B, local tokens, ...);
             - `shift_labels`: labels, moved before sharding to the token that predicts them; -100 across a document's
               end;
-            - `position_ids`: int64 (B, local tokens), global, or within documents where there are some;
-            - `num_items_in_batch`: a float, by which the local sum of token losses is divided (transformers models do);
-            - `placement`: EQUAL, by which a patched model knows a shard. Or a BatchLayout, where the configured layout
-              does not say everything: for documents, for left padding (any padding with causal=False), and for a length
-              that ranks cannot share equally. With documents or left padding, rows lie end to end, and tensors are
-              (1, local tokens, ...).
+            - `position_ids`: int64 (B, local tokens), global, or within documents if there are any;
+            - `num_items_in_batch`: a float, by which the local sum of token losses is divided (by transformers models);
+            - `placement`: EQUAL, by which a patched model knows a shard. Or a BatchLayout, if the configured layout
+              does not fully describe the batch: for documents, for left padding (any padding with causal=False), and
+              for a length that ranks cannot share equally. With documents or left padding, rows lie end to end, and
+              tensors are (1, local tokens, ...).
 
     Raises:
-        InputError: before training, on a rank whose micro-batches cannot be sharded, or have a tensor that is not
-            declared.
-        DisagreementError: on the other ranks, and on all if ranks that share a sequence have different micro-batches,
-            or ranks different numbers of them.
+        InputError: before training, on a rank whose micro-batches cannot be sharded or have an undeclared tensor.
+        DisagreementError: on the other ranks; on all ranks if those that share a sequence have different micro-batches,
+            or if the number of micro-batches differs.
     """
     advice = functools.partial(mismatch_hints.of_batches, began=sp.calls.count > 0)
     with together(
@@ -115,7 +113,7 @@ def _prepare(
     device: torch.device | str | None,
     table: Mapping[str, InputSpec],
 ) -> tuple[list[dict[str, Any]], list[int], list[dict[str, str]]]:
-    """Return what a rank needs from its micro-batches, without communication.
+    """Return what a rank needs from its micro-batches. It does not communicate.
 
     Returns:
         (this rank's shard of each micro-batch; [labels that count in these shards, labels of the whole micro-batches
@@ -145,7 +143,7 @@ def shard_call(
 ) -> tuple[dict[str, Any], float | Tensor]:
     """Return this rank's shard of a whole batch that a model is called with. It does not communicate.
 
-    The host reads nothing that is on a device, but for what says which tokens ranks share: padding and documents.
+    The host reads nothing from a device except padding and documents, which determine the tokens that ranks share.
 
     Args:
         sp: the SequenceParallel.
@@ -154,11 +152,11 @@ def shard_call(
         checks: judges the batch's values.
         on_cpu: name -> the same values on the CPU, for tensors on a device.
         table: how ranks share each input.
-        end_to_end: whether rows must lie end to end, since their masks differ.
+        end_to_end: whether rows must lie end to end because their masks differ.
 
     Returns:
         (the shard, without `num_items_in_batch`, on the tokens' device; how many labels count in the whole batch: a
-        float, or a tensor of no dimension where they are counted on a device).
+        float, or a 0-dim tensor if they are counted on a device).
 
     Raises:
         InputError: if the batch cannot be sharded.
@@ -187,7 +185,7 @@ def shard_shared_prompts(
         sp: the SequenceParallel.
         batch: `input_ids` and `labels`, int64 (rows, tokens).
         shared: its prompts.
-        checks: as in `shard_call`, and so is `on_cpu`.
+        checks: as in `shard_call`; `on_cpu` too.
 
     Returns:
         As `shard_call`; position_ids count a row's padding before its tokens, and a mask says how many rows have a
@@ -209,7 +207,7 @@ def shard_shared_prompts(
 
 
 def _read(name: str, x: Any) -> Any:
-    """Return on the CPU what says which tokens ranks share."""
+    """Return on the CPU the tensors that determine which tokens ranks share."""
     if not isinstance(x, Tensor) or x.device.type == "cpu":
         return x
     log_once(
@@ -223,7 +221,7 @@ def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
     """Return the labels of a whole batch, int64 (B, S), with -100 for those that do not count.
 
     These are the first of each row, and those predicted across a document's end or from padding. It does not
-    communicate. Raises InputError where the batch cannot be sharded.
+    communicate. Raises InputError if the batch cannot be sharded.
     """
     checked = check_batch(sp, {name: x for name, x in batch.items() if name in INPUTS}, causal=True)
     if checked.from_padding is not None:
@@ -245,7 +243,7 @@ class CheckedBatch:
 
 
 def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> CheckedBatch:
-    """Check a whole batch. It does not communicate. Raises InputError where the batch cannot be sharded."""
+    """Check a whole batch. It does not communicate. Raises InputError if the batch cannot be sharded."""
     return _checked(sp, batch, batch, causal, labels_of(batch).shape, ValueChecks())
 
 
@@ -287,9 +285,8 @@ def _checked(
 def _layout_of(
     sp: Sharding, batch: Mapping[str, Any], rows: int, seq: int, causal: bool, end_to_end: bool
 ) -> tuple[Tensor | None, Lengths | None, BatchLayout | None]:
-    """Return (the padding mask, tokens of each document and stretch of padding, the layout). The host reads these.
-
-    None: nothing is padding; each row is one document; the configured layout is enough.
+    """Return (the padding mask, tokens of each document and stretch of padding, the layout). The host reads these. None
+    stands for: no padding; one document per row; the configured layout is enough.
     """
     mask = checked_mask(batch.get("attention_mask"), (rows, seq))
     on_left = mask is not None and not bool(mask[:, 0].all())
@@ -314,10 +311,10 @@ def _padding_error(values: list[int]) -> InputError | None:
 
 
 def lengths_of(batch: Mapping[str, Any]) -> Lengths:
-    """Return how many tokens each document of a whole batch has, without padding.
+    """Return the number of tokens of each document of a whole batch, without padding.
 
     Each row is one document unless the batch says otherwise. The batch has input_ids (B, S) or inputs_embeds
-    (B, S, hidden), and needs no labels. Raises InputError where its documents or its padding cannot be read.
+    (B, S, hidden), and needs no labels. Raises InputError if its documents or its padding cannot be read.
     """
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
@@ -336,10 +333,10 @@ def labels_without(batch: Mapping[str, Any], left_out: Tensor) -> Tensor:
 
     Args:
         batch: a whole batch, whose rows are its examples, or packs of them.
-        left_out: bool (examples,), whether an example's labels are not to count.
+        left_out: bool (examples,), which examples' labels must not count.
 
     Raises:
-        InputError: if examples are packed, and the batch's documents do not tell them apart.
+        InputError: if examples are packed and the batch's documents do not separate them.
     """
     labels = batch["labels"]
     lengths: Lengths = (labels.shape[1],) * len(labels)
@@ -358,7 +355,7 @@ def labels_without(batch: Mapping[str, Any], left_out: Tensor) -> Tensor:
 
 
 def documents_in(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
-    """Return the lengths of the documents that the batch names, padding included; None where it names none."""
+    """Return the lengths of the batch's declared documents, padding included; None if it declares none."""
     continued = dict(batch)
     if mask is not None and isinstance(positions := continued.get("position_ids"), Tensor):
         continued["position_ids"] = _continued_through_padding(positions, mask)
@@ -366,7 +363,7 @@ def documents_in(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: 
 
 
 def checked_mask(mask: object, shape: tuple[int, ...]) -> Tensor | None:
-    """Return a mask as bool on the CPU; None where nothing is padding. Raises InputError for any other form."""
+    """Return a mask as bool on the CPU; None if there is no padding. Raises InputError for any other form."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != shape:
@@ -391,7 +388,7 @@ def checked_mask(mask: object, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def _continued_through_padding(positions: Tensor, mask: Tensor) -> Tensor:
-    """Return position_ids with new values at padding, where collators put anything.
+    """Return position_ids with new values at padding, where collators put arbitrary ones.
 
     After a row's tokens the positions go on; before them they count from 0.
     """
@@ -405,7 +402,7 @@ def _continued_through_padding(positions: Tensor, mask: Tensor) -> Tensor:
 
 
 def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
-    """Return lengths of documents of the rows end to end, where each stretch of padding is a document of its own."""
+    """Return the document lengths of the rows laid end to end; each stretch of padding is its own document."""
     flat = mask.flatten()
     edges = ((flat[1:] != flat[:-1]).nonzero().flatten() + 1).tolist()
     cuts = sorted({*Mask.documents_of(lengths), *edges, flat.numel()})
@@ -432,16 +429,15 @@ def _warn_if_any(values: list[int]) -> None:
 
 
 def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict[str, Any]:
-    """Return the batch with its tensors on a device; None: where each is."""
+    """Return the batch with its tensors on a device; None leaves each where it is."""
     if device is None:
         return batch
     return {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
 def fingerprint(batch: Mapping[str, Any] | list[Any]) -> dict[str, str]:
-    """Return for each tensor, by name, its dtype, shape and a digest of its values; of a list of rows, its digest.
-
-    They must be equal on all ranks of a sequence.
+    """Return by name each tensor's dtype, shape and digest of its values, and the digest of a list of rows. They must
+    be equal on all ranks of a sequence.
     """
     if isinstance(batch, list):  # an object's repr may have its address
         return {"rows": f"{len(batch)} {Fingerprint.of(re.sub(' at 0x[0-9a-fA-F]+', '', repr(batch)))}"}

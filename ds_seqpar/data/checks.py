@@ -18,7 +18,7 @@ IGNORE = -100  # the label of a token that does not count in the loss
 
 
 def labels_of(batch: Mapping[str, Any]) -> Tensor:
-    """Return the labels of a batch, int64 (rows, tokens). Raises InputError where they are missing or malformed."""
+    """Return the labels of a batch, int64 (rows, tokens). Raises InputError if they are missing or malformed."""
     if not isinstance(batch, Mapping):
         raise InputError(f"a batch must be a mapping of names to tensors; got {describe(batch)}")
     labels = batch.get("labels")
@@ -35,19 +35,19 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor:
 
 
 def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None, checks: ValueChecks) -> dict[str, Tensor]:
-    """Check that each label is a class of the model's head or -100, and that the model has each token id.
+    """Check that each label is -100 or a class of the model's head, and that each token id is in the vocabulary.
 
-    Every rank checks the whole batch. Otherwise only the rank that holds a wrong token would fail, and the others would
+    Every rank checks the whole batch. Otherwise only the rank that holds a wrong token would fail while the others
     wait.
 
     Args:
         batch: may have labels (rows, tokens), and input_ids of their shape.
-        vocabulary: None where the model is not known.
+        vocabulary: None if the model is unknown.
         checks: raises InputError for wrong values, or keeps them until later.
 
     Returns:
-        By name, what to compute with in place of values that are read later: wrong ones are replaced, at which kernels
-        would stop the process before they are raised.
+        By name, replacements for values that are read later. Wrong values are replaced in them, since kernels would
+        otherwise abort the process before the error is raised.
     """
     tokens, classes = vocabulary or (None, None)
     labels, ids = batch.get("labels"), batch.get("input_ids")
@@ -77,7 +77,7 @@ def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None, checks:
 
 
 def _require_none(x: Tensor, wrong: Tensor, sentence: str, checks: ValueChecks) -> None:
-    """Check that `wrong` (bool, as x) is true nowhere. sentence: has {} for the first value where it is, and its place.
+    """Check that `wrong` (bool, as x) is true nowhere. sentence: has {} for the first such value and its place.
 
     x is (rows, tokens).
     """

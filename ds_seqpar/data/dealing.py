@@ -1,8 +1,8 @@
 """Deal the samples of an optimizer step to groups of ranks and to micro-batches, so that groups have equal costs.
 
-Samples go to the group that has the least cost so far, the most expensive first, and in the group to a micro-batch in
-the same way. A micro-batch has a cap on its tokens, and all groups have as many micro-batches, since they reduce
-gradients and gather parameters together. One more micro-batch is tried where the cap leaves costs too unequal.
+Samples, the most expensive first, go to the group with the least cost so far; within a group they go to micro-batches
+in the same way. The tokens of a micro-batch are capped. All groups have the same number of micro-batches, since they
+reduce gradients and gather parameters together. One more micro-batch is tried if the cap leaves costs too uneven.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from ..base.errors import InputError
 
 Pack = list[int]  # the samples of a micro-batch, by their numbers in the step, ascending
 EVEN = 1.05  # the most expensive group's cost over the mean, for which no more micro-batches are tried
-WHOLE = 1.02  # the same of ranks, for which no more samples are shared
+WHOLE = 1.02  # the most expensive rank's cost over the mean, for which no more samples are shared
 TRIED = 3  # numbers of micro-batches, from the least one on
 LEADING = (0.9, 0.8, 0.0)  # shares of the samples that are spread before the others fill up micro-batches
 
 
 def deal(tokens: Sequence[int], costs: Sequence[float], groups: int, cap: int) -> list[list[Pack]]:
-    """Return the packs of each group. The result is the same wherever the arguments are.
+    """Return the packs of each group. The same arguments give the same result.
 
     Args:
         tokens: of each sample, from 1 to `cap`.
         costs: of each sample, above 0.
         groups: how many there are.
-        cap: most tokens of a pack.
+        cap: maximum number of tokens in a pack.
 
     Returns:
-        For each group as many packs, some of which may be empty; the most expensive ones come first.
+        The same number of packs for each group; the most expensive come first, and some may be empty.
 
     Raises:
         InputError: a sample has more tokens than a pack.
@@ -57,7 +57,7 @@ def deal(tokens: Sequence[int], costs: Sequence[float], groups: int, cap: int) -
 
 
 class Dealt(NamedTuple):
-    """The packs of each group: those that its ranks share, and those of which each rank has whole samples."""
+    """The packs of each group: those that its ranks share, and those in which each rank has whole samples."""
 
     shared: list[list[Pack]]
     whole: list[list[list[Pack]]]  # of each group, for each micro-batch the samples of each rank
@@ -66,18 +66,18 @@ class Dealt(NamedTuple):
 def deal_by_length(
     tokens: Sequence[int], costs: Sequence[float], groups: int, size: int, cap: int, sharing: float = 1.0
 ) -> Dealt:
-    """Return packs in which samples are whole on a rank, but for the longest ones.
+    """Return packs in which all samples but the longest are whole on a rank.
 
-    Ranks share what has more tokens than a rank may have. Where ranks would wait for one another with the others, they
-    share the longest of these too, if that takes less.
+    Ranks share samples with more tokens than one rank may have. If ranks would wait for one another with the remaining
+    samples, they also share the longest of these, provided that takes less time.
 
     Args:
         tokens: of each sample, from 1 to `cap * size`.
         costs: of each sample, above 0.
         groups: how many there are.
         size: ranks of a group.
-        cap: most tokens of a rank in a pack.
-        sharing: what a sample that fits a rank costs if ranks share it, over what it costs on one of them.
+        cap: maximum number of a rank's tokens in a pack.
+        sharing: cost of a sample that fits a rank when ranks share it, over its cost on one rank.
 
     Raises:
         InputError: a sample has more tokens than a pack.
@@ -106,12 +106,12 @@ def of_groups(dealt: Sequence[list[Pack]], costs: Sequence[float]) -> list[float
 
 
 def _seconds(packs: Sequence[Sequence[Pack]], costs: Sequence[float]) -> float:
-    """Return what micro-batches cost, in each of which ranks wait for the slowest."""
+    """Return the cost of micro-batches; in each of them, ranks wait for the slowest."""
     return sum(max(sum(costs[sample] for sample in pack) for pack in by_rank) for by_rank in packs)
 
 
 def _dealt(tokens: Sequence[int], costs: Sequence[float], groups: int, count: int, cap: int) -> list[list[Pack]] | None:
-    """Return `count` packs for each group; None where this order of samples leaves one that fits nowhere."""
+    """Return `count` packs for each group; None if this order of samples leaves one that fits nowhere."""
     by_group = _spread(range(len(tokens)), tokens, costs, [0.0] * groups, count * cap)
     dealt = []
     for samples in by_group or ():
@@ -125,15 +125,15 @@ def _dealt(tokens: Sequence[int], costs: Sequence[float], groups: int, count: in
 def _whole(
     samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], taken: Sequence[float], size: int, cap: int
 ) -> list[list[list[Pack]]]:
-    """Return for each group, in as few micro-batches as they fit, the samples of each rank.
+    """Return the samples of each rank, for each group, in as few micro-batches as possible.
 
     Args:
         samples: Their numbers.
         tokens: Of all samples.
         costs: Of all samples.
-        taken: Of each group, what a rank has to do before.
+        taken: What a rank of each group has to do before.
         size: Ranks of a group.
-        cap: Most tokens of a rank in a micro-batch.
+        cap: Maximum number of a rank's tokens in a micro-batch.
     """
     groups, before = len(taken), [own * size for own in taken]
     least = -(-sum(tokens[sample] for sample in samples) // (cap * size * groups))
@@ -150,8 +150,8 @@ def _side_by_side(
 ) -> list[list[Pack]] | None:
     """Return for each of `count` micro-batches the samples of each rank, such that ranks wait little for one another.
 
-    Most samples are spread over all ranks of all micro-batches, of which those with like costs then go together. Each
-    of the rest, from the most expensive on, goes where it adds least to what the step takes.
+    Most samples are spread over all ranks of all micro-batches; ranks with similar costs are then put in the same
+    micro-batch. The remaining samples, the most expensive first, go where they add least to the time of the step.
     """
     order, found = sorted(samples, key=lambda sample: (-costs[sample], sample)), list[list[list[Pack]]]()
     for leading in (round(share * len(order)) for share in LEADING):
@@ -175,7 +175,7 @@ def _side_by_side(
 def _fill(
     packs: list[list[Pack]], samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], cap: int
 ) -> bool:
-    """Add samples to micro-batches of which each has a pack for each rank. Return whether all have found room."""
+    """Add samples to micro-batches that each have one pack per rank. Return whether all samples fit."""
     load = [[sum(costs[sample] for sample in pack) for pack in by_rank] for by_rank in packs]
     room = [[cap - sum(tokens[sample] for sample in pack) for pack in by_rank] for by_rank in packs]
     most = [max(of_ranks) for of_ranks in load]
@@ -200,7 +200,7 @@ def _fill(
 def _spread(
     samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], taken: Sequence[float], cap: int
 ) -> list[list[int]] | None:
-    """Return the samples in bins, each in that of the least cost which has room; None where none has.
+    """Return the samples in bins, each in the cheapest bin with room; None if no bin has room.
 
     `taken` is what each bin costs before.
     """
@@ -219,5 +219,5 @@ def _spread(
 
 
 def most(works: Sequence[float]) -> float:
-    """Return the most over the mean."""
+    """Return the maximum over the mean."""
     return max(works) * len(works) / (sum(works) or 1.0)

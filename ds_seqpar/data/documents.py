@@ -34,10 +34,10 @@ def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | Non
         seq: tokens of each.
 
     Returns:
-        Tokens of each document, in order; None where each row is one document.
+        Tokens of each document, in order; None if each row is one document.
 
     Raises:
-        InputError: for another form, and where several forms disagree, as with cumulative lengths of another batch.
+        InputError: for any other form, and if several forms disagree, for example cumulative lengths of another batch.
     """
     lengths: dict[str, Lengths] = {}
     readers: list[tuple[tuple[str, ...], Callable]] = [

@@ -1,7 +1,7 @@
-"""Declared inputs: how the ranks of a sequence share what a model is called with, name by name.
+"""Declared inputs: how the ranks of a sequence share each input that a model is called with, by name.
 
-Nothing is guessed from shapes. A batch may have the names of `INPUTS`, those of a patched model's library, and what a
-user declares as `inputs={"weights": tokens()}`. Any other tensor is refused.
+Nothing is guessed from shapes. A batch may contain the names in `INPUTS`, the names of a patched model's library, and
+names that a user declares, as in `inputs={"weights": tokens()}`. Any other tensor is refused.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class InputSpec:
 
 
 def tokens(dim: int = 1, *, shifted: bool = False, padding: float = 0) -> InputSpec:
-    """Declare an input with an entry for each token, which goes where its token goes.
+    """Declare an input with an entry for each token; the entry goes where its token goes.
 
     Args:
         dim: the dim of the tokens, 1 or more; rows are on the dim before it.
-        shifted: whether an entry belongs to a label, as the weight of its loss. Then it is moved as `shift_labels` are,
-            to the token that predicts the label.
-        padding: the entry of a token that predicts nothing, at the end of a document; read where `shifted`.
+        shifted: whether an entry belongs to a label, such as the weight of its loss. If so, it is moved to the token
+            that predicts the label, like `shift_labels`.
+        padding: the entry of a token that predicts nothing, at the end of a document; read only if `shifted`.
     """
     if type(dim) is not int or dim < 1:
         raise ConfigError(f"tokens needs a dim of 1 or more, behind that of rows; got {dim!r:.80}")
@@ -47,18 +47,19 @@ def tokens(dim: int = 1, *, shifted: bool = False, padding: float = 0) -> InputS
 def row() -> InputSpec:
     """Declare an input with an entry for each row, (rows, ...).
 
-    It stays as it is. But where rows lie end to end it becomes (1, local tokens, ...): each token gets its row's.
+    It stays as it is, unless rows lie end to end. Then it becomes (1, local tokens, ...): each token gets its row's
+    entry.
     """
     return InputSpec(kind="row", dim=0)
 
 
 def replicated() -> InputSpec:
-    """Declare an input that every rank gets whole."""
+    """Declare an input that every rank receives whole."""
     return InputSpec(kind="replicated")
 
 
 def own(divide: Divide) -> InputSpec:
-    """Declare an input of which a function returns this rank's part, such as pictures flat over the batch.
+    """Declare an input that a function divides, such as pictures flattened over the batch.
 
     Args:
         divide: (the input, the whole batch by name, which tokens this rank has) -> this rank's part. The tokens are
@@ -81,7 +82,7 @@ INPUTS: Mapping[str, InputSpec] = {
 
 
 def joined(*tables: Mapping[str, InputSpec] | None) -> dict[str, InputSpec]:
-    """Return declarations as one table. Raises ConfigError where two say different things of a name."""
+    """Return declarations as one table. Raises ConfigError if two of them differ for the same name."""
     table: dict[str, InputSpec] = {}
     for declared in tables:
         if not isinstance(declared, Mapping | None):
@@ -99,6 +100,6 @@ def joined(*tables: Mapping[str, InputSpec] | None) -> dict[str, InputSpec]:
 
 
 def refusal(table: Mapping[str, InputSpec], inputs: Mapping[str, Any]) -> str:
-    """Return the sentence of the first input that is refused by its name; "" where none is."""
+    """Return the sentence of the first input whose name is refused; "" if there is none."""
     refused = (name for name, x in inputs.items() if x is not None and name in table and table[name].sentence)
     return next((table[name].sentence.format(name) for name in refused), "")

@@ -1,7 +1,8 @@
-"""Data loaders that return the same batches on all ranks of a sequence, and different ones to other groups.
+"""Data loaders that return the same batches on all ranks of a sequence, and different batches to each group.
 
-A loader over the whole data set is dealt to groups as accelerate deals one to ranks: group d of D takes the batches d,
-d + D, and so on. With every batch all ranks agree that each has one, so an error of one rank is raised on all.
+A loader over the whole data set is divided among groups as accelerate divides one among ranks: group d of D takes the
+batches d, d + D, and so on. For every batch the ranks agree that each has one, so an error on one rank is raised on
+all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ORDER, BATCHES = "order of examples", "batches"  # what ranks compare, by name
 
 
 class Loader:
-    """The batches of a DataLoader that are this group's, the same on all of its ranks. See `SequenceParallel.loader`.
+    """This group's batches of a DataLoader, the same on all ranks of the group. See `SequenceParallel.loader`.
 
     Attributes that it does not have itself (`dataset`, `batch_size`, `num_workers`) are the DataLoader's.
 
@@ -37,7 +38,7 @@ class Loader:
         sp: the SequenceParallel.
         loader: a DataLoader of torch, or DeepSpeed's own.
         read_once: whether only the first rank of a group reads, and sends the batches to the others.
-        groups: to how many the batches are dealt; default: to all.
+        groups: number of groups that share the batches; default: all.
     """
 
     def __init__(self, sp: Sharding, loader: Any, read_once: bool = False, groups: int | None = None) -> None:
@@ -65,7 +66,7 @@ class Loader:
         return len(self.loader)
 
     def dealt(self, loader: Any) -> Any:
-        """Return a copy of the loader that reads this group's batches alone."""
+        """Return a copy of the loader that reads only this group's batches."""
         if not isinstance(loader, DataLoader):
             if hasattr(loader, "data_sampler"):  # DeepSpeed's own, from initialize
                 return loader
@@ -101,7 +102,7 @@ class Loader:
         return shard
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the sampler and of the data set, where they shuffle by its number."""
+        """Set the epoch of the sampler and of the data set, if they shuffle by epoch."""
         self.epoch = epoch
         for source in (*_samplers(self.given), getattr(self.loader, "dataset", None)):
             if hasattr(source, "set_epoch"):
@@ -136,7 +137,7 @@ class Loader:
         self.batches, self.passes = 0, self.passes + 1
 
     def _batches_from(self, state: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Yield the batches that this rank reads, after those that the state counts."""
+        """Yield the batches that this rank reads, after those that the state has counted."""
         generators = self._generators()
         if state is None:
             self._random = [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
@@ -157,12 +158,14 @@ class Loader:
         yield from itertools.chain(first, batches)
 
     def _generators(self) -> list[torch.Generator]:
-        """Return the generators that may determine an epoch's order, beside torch's global one."""
+        """Return the generators that may determine an epoch's order, apart from torch's global one."""
         generators = [getattr(source, "generator", None) for source in (self.given, *_samplers(self.given))]
         return list({id(x): x for x in generators if isinstance(x, torch.Generator)}.values())
 
     def _next_batch(self, local_batches: Iterator[Any]) -> tuple[Any, dict[str, Any], SeqParError | None]:
-        """Return (the next batch, pickled if it is sent to others; what all ranks compare; the error, if any)."""
+        """Return (the next batch, pickled if it is sent to other ranks; the value that all ranks compare; the error, if
+        any).
+        """
         try:
             batch, compared = next(local_batches), {BATCHES: "another", "number": self.batches}
             if self._sends_to_group:
@@ -176,7 +179,7 @@ class Loader:
         return batch, compared, None
 
     def _broadcast_batch(self, batch: Any, compared: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the batch of the group's first rank, on all ranks of the group, which get its random states too."""
+        """Return the first rank's batch on all ranks of the group, which also receive its random states."""
         generators = self._generators()
         states = random_state(), [generator.get_state() for generator in generators]
         group, message = self.sp.groups.control, [(batch, compared, states)]
@@ -193,7 +196,7 @@ class Loader:
     # ---- continuing an epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in this epoch, for `torch.save`. That of rank 0 is valid on all ranks."""
+        """Return the position in this epoch, for `torch.save`. The state of rank 0 is valid on all ranks."""
         if self._state is not None:
             return self._state
         state = {"epoch": self.epoch, "passes": self.passes, "batches": self.batches, "random": self._random}
@@ -203,17 +206,17 @@ class Loader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the epoch in which a state was taken, after its last batch, in the next iteration.
+        """Resume the epoch of a state, after its last batch, in the next iteration.
 
-        With another number of groups or batch size it goes on after as many sequences, so that optimizer steps of as
-        many sequences are given the same ones. A data set with an index is not read for the batches before; a stream
-        is. What workers draw for augmentation is not restored.
+        With another number of groups or batch size, it resumes after the same number of sequences. So optimizer steps
+        with the same number of sequences see the same sequences. The earlier batches are not read again from a data set
+        with an index, but are from a stream. Random numbers that workers draw for augmentation are not restored.
 
         Args:
             state: from `state_dict`.
 
         Raises:
-            ConfigError: if the state was taken with other groups or batches, and these cannot go on at its place.
+            ConfigError: if the state was taken with other groups or batches, and these cannot resume from its position.
         """
         state = {"passes": 0, **state, "batches": self._batches_after(state)}
         if state["epoch"] is not None:
@@ -223,7 +226,7 @@ class Loader:
         self._state = state | own if state["batches"] else None
 
     def _batches_after(self, state: Mapping[str, Any]) -> int:
-        """Return how many batches of this loader are those before a state."""
+        """Return the number of this loader's batches before a state."""
         own_size = self._batch_size()
         batches, groups, size = state["batches"], state["groups"], state.get("batch_size", own_size)
         together = (own_size or 0) * self.groups
@@ -241,7 +244,7 @@ class Loader:
         return sequences // together
 
     def _batch_size(self) -> int | None:
-        """Return the sequences of a batch, or None where a batch sampler does not say it."""
+        """Return the number of sequences in a batch, or None if a batch sampler does not specify it."""
         size = getattr(self.given, "batch_size", None)
         return getattr(getattr(self.given, "batch_sampler", None), "batch_size", None) if size is None else size
 
@@ -270,9 +273,8 @@ class _Indices:
 
 
 def is_dealt(sp: Sharding, loader: DataLoader) -> bool:
-    """Whether a loader's sampler, or its data set of `datasets`, deals batches to groups by itself.
-
-    Raises ConfigError for one that deals to others than these groups, such as to ranks.
+    """Whether a loader's sampler, or its data set of `datasets`, already divides batches among groups. Raises
+    ConfigError if it divides them among something other than these groups, such as ranks.
     """
     for source in (*_samplers(loader), getattr(loader.dataset, SPLIT, None)):
         count = getattr(source, "num_replicas", getattr(source, "world_size", None))
@@ -303,7 +305,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _accelerate() -> Any:
-    """Return accelerate's module of data loaders. Raises ConfigError where accelerate is not installed."""
+    """Return accelerate's module of data loaders. Raises ConfigError if accelerate is not installed."""
     try:
         from accelerate import data_loader
     except ModuleNotFoundError as error:
@@ -315,7 +317,7 @@ def _accelerate() -> Any:
 
 
 def _cause(by_rank: Mapping[int, Fields]) -> str:
-    """Return the cause and the remedy where ranks have different batches; "" where they are not known."""
+    """Return why ranks have different batches, and the remedy; "" if unknown."""
     names = differing(by_rank)
     if ORDER in names:
         return (

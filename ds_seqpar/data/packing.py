@@ -1,4 +1,4 @@
-"""Pack documents of a data set by the `binpacking` library, and make batches of packs that say where documents end."""
+"""Pack the documents of a data set with the `binpacking` library, and make batches that mark where documents end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Example = Mapping[str, Any]
 
 
 class Packs(Dataset):
-    """Map-style data set of packs, each a list of documents that have at most `tokens` tokens together.
+    """Map-style data set of packs; each is a list of documents with at most `tokens` tokens in total.
 
     The documents of each pack are chosen once, by their lengths only, and are the same on every rank.
 
     Args:
-        dataset: Map-style data set of examples with `input_ids`, and optionally `labels`. It is read whole.
-        tokens: Most tokens of a pack.
+        dataset: Map-style data set of examples with `input_ids`, and optionally `labels`. It is read completely.
+        tokens: Maximum number of tokens in a pack.
 
     Raises:
         ConfigError: If the `binpacking` package is not installed.
@@ -67,15 +67,15 @@ class Packs(Dataset):
 class PackingCollator:
     """Collator that concatenates documents into one row without padding.
 
-    `position_ids` restart at each document, which tells all consumers of a batch where documents end: no query sees
-    another document, and no label is predicted from another one. Examples without labels get their tokens as labels.
-    An `attention_mask` must be all ones.
+    `position_ids` restart at each document, which tells every consumer of a batch where documents end: no query sees
+    another document, and no label is predicted from one. Examples without labels use their tokens as labels. An
+    `attention_mask` must be all ones.
 
     Called with examples, or packs of them, it returns `input_ids`, `labels` and `position_ids`, each (1, all tokens).
 
     Raises:
         InputError: When called, if there are no documents, a document is empty, its labels do not match its tokens, or
-            it has padding, or what is no row of numbers, such as pictures.
+            it has padding or values that are not a row of numbers, such as pictures.
 
     Examples:
         ```python
@@ -123,7 +123,7 @@ def _ids_of(document: Example) -> Any:
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-    """Return the dims of numbers in a tensor, an array or lists; () for others."""
+    """Return the shape of numbers in a tensor, an array or lists; () for anything else."""
     if isinstance(x, list):
         return () if not x or isinstance(x[0], str | Mapping) else (len(x), *_shape(x[0]))
     return tuple(getattr(x, "shape", ()))

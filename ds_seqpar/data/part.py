@@ -1,4 +1,4 @@
-"""This rank's part of a whole batch, input by input as each is declared."""
+"""This rank's part of a whole batch, with each input divided as declared."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Part:
     placement: BatchLayout | None  # None where the configured layout is enough
 
     def of(self, table: Mapping[str, InputSpec], batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a batch, without what says where documents lie. It does not communicate.
+        """Return this rank's part of a batch, without the inputs that locate documents. It does not communicate.
 
         Raises:
-            InputError: for an input that is refused, is no tensor of its declared kind, or is not declared.
+            InputError: for an input that is refused, undeclared, or not a tensor of its declared kind.
         """
         if wrong := refusal(table, batch):
             raise InputError(wrong)
@@ -58,9 +58,8 @@ class Part:
         return self.sp.shard(x if spec.fill is None else self.shifted(x, dim, spec.fill), dim, self.placement)
 
     def shifted(self, x: Tensor, dim: int, fill: float) -> Tensor:
-        """Return (..., rows, seq, ...), each entry moved to the token before; fill: the entry of a document's last.
-
-        dim: that of the tokens.
+        """Return (..., rows, seq, ...), each entry moved to the previous token. fill: the entry of a document's last
+        token. dim: the tokens' dim.
         """
 
         def ends() -> Tensor:
@@ -79,7 +78,7 @@ class Part:
 
 
 def _undeclared(name: str, x: Any) -> InputSpec:
-    """Return the declaration of an input that has none, which only numbers and objects need not have."""
+    """Return the default declaration of an undeclared input. Only numbers and objects may be undeclared."""
     if all(not isinstance(leaf, Tensor) or not leaf.dim() for leaf in tree_leaves(x)):
         return replicated()
     raise InputError(

@@ -1,4 +1,4 @@
-"""Where the documents of a micro-batch are: each whole on a rank, or shared by several."""
+"""The placement of a micro-batch's documents: each is whole on one rank, or shared by several."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pack:
-    """A micro-batch of a group of ranks: documents end to end.
+    """A group's micro-batch: documents laid end to end.
 
     Args:
         documents: Their lengths in tokens.
         shards: The tokens of each CP rank.
-        ulysses: How many ranks share the heads of a CP rank.
+        ulysses: Number of ranks that share the heads of a CP rank.
     """
 
     documents: tuple[int, ...]
@@ -44,12 +44,12 @@ class Pack:
 
     @classmethod
     def shared(cls, documents: tuple[int, ...], layout: str, size: int, ulysses: int) -> Pack:
-        """Return a pack whose documents all ranks share, as a layout has them."""
+        """Return a pack whose documents all ranks share, divided by a layout."""
         return cls(documents, shards_of(layout, documents, size // ulysses), ulysses)
 
     @classmethod
     def of_whole(cls, by_rank: Sequence[Sequence[int]]) -> Pack:
-        """Return a pack in which each rank has documents of its own."""
+        """Return a pack in which each rank has its own documents."""
         counts = [sum(documents) for documents in by_rank]
         starts = itertools.accumulate(counts, initial=0)
         runs = [(Run(start, 1, count),) if count else () for start, count in zip(starts, counts, strict=False)]
@@ -57,7 +57,7 @@ class Pack:
 
     @functools.cached_property
     def parts(self) -> list[list[Part]]:
-        """What each CP rank holds, in order of position."""
+        """The parts that each CP rank holds, in order of position."""
         return [self._parts(rank) for rank in range(self.shards.size)]
 
     def _parts(self, rank: int) -> list[Part]:

@@ -1,8 +1,8 @@
 """The random state of a rank: Python's, NumPy's, torch's and its GPU's. The random numbers of a rank's own tokens.
 
 torch's default generators are the shared stream: the ranks of a sequence draw the same numbers for whole tensors. While
-a rank computes its own tokens, the default generators have the state of the rank's own stream, which is made of the
-shared state and the rank. So `torch.manual_seed` sets both streams, and whoever saves the shared state saves both.
+a rank computes its own tokens, the default generators have the state of the rank's own stream, which is derived from
+the shared state and the rank. So `torch.manual_seed` sets both streams, and saving the shared state saves both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def random_state() -> tuple:
 
 
 def set_random_state(state: tuple) -> None:
-    """Set the state of this rank's random generators to one of `random_state`."""
+    """Set the state of this rank's random generators to one that `random_state` returned."""
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
@@ -58,16 +58,16 @@ def torch_states(device: torch.device) -> list[Tensor]:
 
 
 def seed_of(states: list[Tensor], *ranks: int) -> int:
-    """Return a seed made of random states, another one for each rank."""
+    """Return a seed made from random states, different on each rank."""
     return Fingerprint.of(*(state.numpy().tobytes() for state in states), *ranks)
 
 
 class OwnStream:
-    """Makes torch draw the numbers of this rank's own stream until `end`.
+    """Makes torch draw from this rank's own stream until `end`.
 
     Args:
         device: The rank's device.
-        ranks: Numbers that tell the rank from others.
+        ranks: Numbers that distinguish the rank from others.
     """
 
     def __init__(self, device: torch.device, *ranks: int) -> None:
@@ -77,10 +77,10 @@ class OwnStream:
         self.first = torch_states(device)
 
     def end(self) -> list[Tensor]:
-        """Go on with the shared stream.
+        """Return to the shared stream.
 
         Returns:
-            Its state: the former one, or the next one where the own stream was drawn from.
+            Its state: unchanged, or the next one if numbers were drawn from the own stream.
         """
         # as bytes: torch compares no values while it makes fake tensors
         first, last = ([bytes(state.numpy()) for state in states] for states in (self.first, torch_states(self.device)))

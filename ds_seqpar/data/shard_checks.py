@@ -1,4 +1,4 @@
-"""Check that a rank was given its own shard of a batch, with the global positions of its tokens and no mask."""
+"""Check that a rank received its own shard of a batch, with the global positions of its tokens and no mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOW = "give the model what sp.shard_batches returns, its placement included, or 
 
 
 def check_tokens(sp: Sharding, tokens: Tensor, layout: object) -> None:
-    """Raise InputError for a rank that has other tokens than a layout says.
+    """Raise InputError if a rank's tokens are not those that a layout assigns to it.
 
     Args:
         sp: the SequenceParallel.
@@ -31,7 +31,7 @@ def check_shard(
     sp: Sharding, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, layout: BatchLayout | None,
     checks: ValueChecks,
 ) -> None:  # fmt: skip
-    """Raise InputError for a rank that was not given the positions of its tokens, and no mask.
+    """Raise InputError unless a rank received the positions of its tokens and no mask.
 
     Args:
         sp: the SequenceParallel.
@@ -39,7 +39,7 @@ def check_shard(
         positions: position_ids.
         mask: attention_mask.
         layout: as for `check_tokens`.
-        checks: reads what is wrong, or takes it to be read later.
+        checks: reads wrong values, or keeps them to be read later.
     """
     if positions is None or not _are_for(positions, tokens):
         raise InputError(_wrong_positions(layout, "none" if positions is None else "those of other tokens"))
@@ -55,7 +55,7 @@ def _judge(sentence: str, wrong: list[int]) -> InputError | None:
 
 
 def _is_wrong_mask(sp: Sharding, mask: Tensor, layout: BatchLayout | None) -> Tensor:
-    """Return whether a mask beside a sharded batch says more than that padding does not count, where that is asked."""
+    """Return whether a sharded batch's mask is not all ones or, if masks are kept, does more than mark padding."""
     if not sp.keeps_masks:
         return (mask != 1).any()
     wrong = ((mask != 0) & (mask != 1)).any()
@@ -109,6 +109,6 @@ def _wrong_positions(layout: BatchLayout | None, got: str = "those of other toke
 
 
 def _are_for(positions: Tensor, tokens: Tensor) -> bool:
-    """Return whether the positions have a shape that fits the tokens."""
+    """Return whether the shape of the positions fits the tokens."""
     batch, seq = tokens.shape[:2]
     return positions.dim() > 0 and positions.shape in ((seq,), (1, seq), (batch, seq))

@@ -1,6 +1,6 @@
 """Shard tensors to one rank's tokens, gather them in global order, and average losses over ranks.
 
-Which rank has which tokens is given by the configured layout or by a BatchLayout.
+The configured layout or a BatchLayout determines which rank has which tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many cla
 
 
 class Sharding:
-    """Which tokens of a sequence this rank has, and what moves tensors between global order and this rank's tokens.
+    """Which tokens of a sequence this rank has, and methods to move tensors between global order and these tokens.
 
     Args:
         config: The settings, resolved.
@@ -46,15 +46,15 @@ class Sharding:
         checker: Compares the calls of the ranks of a sequence.
 
     Attributes:
-        size: Ranks that share a sequence.
+        size: Number of ranks that share a sequence.
         rank: This rank's number among them.
-        data_size: How many such groups there are.
+        data_size: Number of such groups.
         data_rank: The number of this rank's group.
-        layout_tensors: Tensors that depend on a batch's layout alone, on the devices that need them.
-        unused: Detects a model that does not use what was sharded.
+        layout_tensors: Tensors that depend only on a batch's layout, on the devices that need them.
+        unused: Detects a model that does not use the sharded tensors.
         mask_users: Patched models whose loss counts tokens by an attention_mask.
-        vocabularies: Patched model -> a function that reads how many tokens and labels it knows.
-        inputs: Patched model -> how ranks share what it takes.
+        vocabularies: Patched model -> a function that returns its numbers of tokens and labels.
+        inputs: Patched model -> how ranks share its inputs.
         ulysses_sizes: The Ulysses sizes that a batch may have.
         shards_of: Lengths of a pack's documents -> its own shards, which may be of another Ulysses size.
     """
@@ -84,7 +84,7 @@ class Sharding:
 
     @property
     def keeps_masks(self) -> bool:
-        """Whether `shard_batches` returns this rank's shard of an attention_mask that has zeros."""
+        """Whether `shard_batches` returns this rank's shard of an attention_mask with zeros."""
         return bool(self.mask_users)
 
     @property
@@ -94,36 +94,36 @@ class Sharding:
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """The largest vocabularies (of tokens, of labels) of the models that are patched now; None without any."""
+        """The largest vocabularies (tokens, labels) of the currently patched models; None if there are none."""
         sizes = [read(model) for model, read in self.vocabularies.items()]
         return (max(tokens for tokens, _ in sizes), max(labels for _, labels in sizes)) if sizes else None
 
     def inputs_with(self, declared: Mapping[str, InputSpec] | None = None) -> dict[str, InputSpec]:
-        """Return how ranks share the inputs of a batch: as all patched models and a call declare them.
-
-        Raises ConfigError where two of them say different things of a name.
+        """Return how ranks share the inputs of a batch, from the declarations of all patched models and of a call.
+        Raises ConfigError if two declarations of a name differ.
         """
         return joined(INPUTS, *self.inputs.values(), declared)
 
     @property
     def multiple(self) -> int:
-        """The number of which a sequence's length must be a multiple for all ranks to have equally many tokens."""
+        """The number that must divide a sequence's length for all ranks to have the same number of tokens."""
         return multiple(self.config.layout, self.size, self.config.ulysses)
 
     def place(
         self, seq: int, documents: tuple[int, ...] | None = None, *, causal: bool = True, parents: tuple[int, ...] = ()
     ) -> BatchLayout | None:
-        """Return how a sequence is sharded where the configured layout alone does not say it. The same on every rank.
+        """Return how a sequence is sharded if the configured layout alone does not determine it. The same on every
+        rank.
 
         Args:
             seq: tokens of the sequence.
-            documents: lengths, in tokens, of the documents laid end to end in the sequence; None: it is one document.
+            documents: lengths, in tokens, of the documents laid end to end in the sequence; None: one document.
             causal: whether attention is causal.
-            parents: for each document the number of its parent, as `Mask` takes them.
+            parents: the number of each document's parent, as for `Mask`.
 
         Returns:
-            The layout of the sequence. None where the configured layout is enough: without documents, and with a `seq`
-            that `multiple` divides.
+            The layout of the sequence. None if the configured layout is enough: no documents, and a `seq` that
+            `multiple` divides.
 
         Raises:
             InputError: if `seq` is not a positive whole number, `documents` do not add up to it, or `Mask` refuses the
@@ -154,12 +154,12 @@ class Sharding:
         """Return the positions of this rank's tokens in a sequence.
 
         Args:
-            seq: tokens of the sequence; not read with a placement.
+            seq: tokens of the sequence; ignored with a placement.
             placement: of the batch, as `shard_batches` returned it.
 
         Returns:
-            int64 (local tokens,), on the CPU: global positions, or with a placement positions within documents. Where
-            seq / size is no whole number, ranks differ in how many tokens they have.
+            int64 (local tokens,), on the CPU: global positions, or with a placement positions within documents. If
+            `size` does not divide seq, ranks have different numbers of tokens.
         """
         self.unused.read()
         return self._position_ids(seq, layout_of(placement))
@@ -173,10 +173,10 @@ class Sharding:
     def local_positions(self, layout: int | BatchLayout, device: torch.device | str) -> Tensor:
         """Return the position_ids that belong to this rank's tokens, int64 (local tokens,), on a device.
 
-        The host does not wait. Nobody may write to them: a later call returns the same tensor.
+        The host does not wait. Do not write to the tensor: a later call returns the same one.
 
         Args:
-            layout: the tokens of a sequence that is sharded as configured, or else the batch's BatchLayout.
+            layout: number of tokens of a sequence that is sharded as configured, or the batch's BatchLayout.
             device: where they are needed.
         """
         return self.layout_tensors.get(
@@ -189,15 +189,15 @@ class Sharding:
         """Return this rank's tokens of a tensor of the whole sequence. It does not communicate.
 
         Args:
-            x: (..., seq, ...), in global order; with a placement whose rows lie end to end, (..., rows, seq, ...).
+            x: (..., seq, ...), in global order; (..., rows, seq, ...) with a placement whose rows lie end to end.
             dim: the dim of the tokens; rows that lie end to end are on dim - 1.
-            placement: of the batch, where `shard_batches` returned one.
+            placement: of the batch, if `shard_batches` returned one.
 
         Returns:
             (..., local tokens, ...); for rows that lie end to end, (..., 1, local tokens, ...).
 
         Raises:
-            InputError: if x has no such dim, or not the tokens of the placement.
+            InputError: if x does not have this dim or the tokens of the placement.
         """
         dim, layout = _as_int(dim), layout_of(placement)
         if not _has_dim(x, dim):
@@ -218,15 +218,15 @@ class Sharding:
         Args:
             x: (..., local tokens, ...), this rank's tokens; (..., 1, local tokens, ...) for rows that lie end to end.
             dim: the dim of the tokens.
-            placement: of the batch, where it has one. Nothing in a tensor shows that it was left out.
+            placement: of the batch, if it has one. A tensor does not show that the placement was left out.
 
         Returns:
             (..., seq, ...); for rows that lie end to end, (..., rows, seq, ...).
 
         Raises:
-            InputError: if x has other tokens than this rank's, or requires grad. Only the caller knows whether the
+            InputError: if x does not have this rank's tokens, or requires grad. Only the caller knows whether the
                 gradients that ranks send are terms to be summed or copies of one another.
-            DisagreementError: on all ranks, if they pass other dims, shapes, dtypes, devices or placements.
+            DisagreementError: on all ranks, if they pass different dims, shapes, dtypes, devices or placements.
         """
         dim, layout = _as_int(dim), layout_of(placement)
         compared: dict[str, object] = {"dim": dim}
@@ -274,9 +274,9 @@ class Sharding:
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Return the sum of x over the ranks that share the sequence.
 
-        For a loss that every one of these ranks needs whole, and that is not linear in tokens. The gradient that
-        reaches this rank's x is `size` times that of the loss, which is right where gradients are averaged over ranks,
-        as ZeRO and DDP do. Backward communicates nothing. Collective over the ranks that share the sequence.
+        For a loss that each of these ranks needs whole and that is not linear in tokens. The gradient that reaches this
+        rank's x is `size` times the loss's gradient. This is right if gradients are averaged over ranks, as in ZeRO and
+        DDP. Backward communicates nothing. Collective over the ranks that share the sequence.
 
         Args:
             x: of any shape, the same on all ranks.
@@ -285,7 +285,7 @@ class Sharding:
             The sum, of x's shape and dtype.
 
         Raises:
-            InputError: for a dtype that cannot be summed between processes.
+            InputError: for a dtype that cannot be summed across processes.
             DisagreementError: on all ranks, if shapes, dtypes or devices differ.
         """
         error = _tensor_error("sum_over_ranks", x) or _sum_error(x)
@@ -299,7 +299,7 @@ class Sharding:
         return WithValue.apply(x, total, self.size)
 
     def group_for(self, x: Tensor) -> dist.ProcessGroup | None:
-        """The group of the sequence's ranks that carries tensors of x's device; None where this rank is alone."""
+        """The group of the sequence's ranks that carries tensors of x's device; None if this rank is alone."""
         return self.groups.control if x.device.type == "cpu" else self.groups.sp
 
     def _gather_error(
@@ -335,7 +335,7 @@ class Sharding:
 
 
 def layout_of(placement: Any) -> Any:
-    """Return what a batch's "placement" says beside the configured layout; None for EQUAL."""
+    """Return the BatchLayout in a batch's "placement"; None for EQUAL."""
     return None if placement is EQUAL else placement
 
 
@@ -348,7 +348,7 @@ class WholeOrder(NamedTuple):
 
 
 def order_of(positions: Sequence[Tensor]) -> WholeOrder:
-    """Return the order in which shards become the whole. positions: for each rank, those of its tokens."""
+    """Return the order in which shards form the whole. positions: of each rank's tokens."""
     longest = max(map(len, positions))
     places = torch.empty(sum(map(len, positions)), dtype=torch.int64, device="cpu")
     for rank, held in enumerate(positions):
@@ -357,11 +357,11 @@ def order_of(positions: Sequence[Tensor]) -> WholeOrder:
 
 
 def assembled(local: Tensor, order: WholeOrder, group: dist.ProcessGroup | None, call: str) -> Tensor:
-    """Return the whole tensor (seq, ...) of all ranks' shards. Collective over the group.
+    """Return the whole tensor (seq, ...) from all ranks' shards. Collective over the group.
 
     Args:
         local: (local tokens, ...), this rank's shard.
-        order: of the ranks' shards, on local's device.
+        order: order of the ranks' shards, on local's device.
         group: the ranks that have shards; None for this rank alone.
         call: the user's call, for errors.
     """
@@ -384,12 +384,12 @@ SUMMED_INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)  # that ev
 
 
 def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the same bits as elements of another dtype of as many bytes."""
+    """Return the same bits as elements of another dtype of the same size."""
     return x.flatten().view(dtype).view(x.shape)
 
 
 def _as_int(x: Any) -> Any:
-    """Return a whole number of NumPy or torch as an int, and anything else as it is."""
+    """Return a NumPy or torch integer as an int, and anything else as it is."""
     number = whole_number(x)
     return x if number is None else number
 
@@ -403,7 +403,7 @@ def _dtype_and_device(x: Tensor) -> dict[str, object]:
 
 
 def _tensor_error(call: str, x: object) -> InputError | None:
-    """Return the error for what has no elements that could be sent; None for a tensor that has them."""
+    """Return the error for a value without elements that can be sent; None for a tensor with such elements."""
     got = operator.unreadable(x) or ("" if isinstance(x, Tensor) else type(x).__name__)
     if isinstance(x, Tensor) and not got:
         got = "a quantized one" if x.is_quantized else "one on the meta device" if x.is_meta else ""
@@ -419,7 +419,7 @@ def _sum_error(x: Tensor) -> InputError | None:
 class WithValue(Function):
     """(x, value, factor) -> value; the gradient of x is that of `value` times the factor.
 
-    For numbers to which other ranks contribute. x + (value - x.detach()) would be NaN where x is infinite.
+    For numbers that other ranks contribute to. x + (value - x.detach()) would be NaN where x is infinite.
     """
 
     @staticmethod
@@ -433,7 +433,7 @@ class WithValue(Function):
 
 
 def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
-    """Raise InputError unless a tensor has all tokens of the placement, in the placement's rows."""
+    """Raise InputError unless a tensor has all tokens of the placement, in its rows."""
     expected: tuple[int, ...] = (placement.tokens,)
     if placement.rows is not None:
         expected = placement.rows, placement.tokens // placement.rows
@@ -449,18 +449,19 @@ def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
 
 
 def mean_of(groups: Groups, losses: object, error: SeqParError | None = None) -> tuple[float, Tensor]:
-    """Return the mean of all ranks' losses, and that of this rank's with its graph. Collective over the world.
+    """Return the mean of all ranks' losses, and the mean of this rank's losses with its graph. Collective over the
+    world.
 
     Args:
         groups: this rank's groups.
-        losses: a floating point tensor of one element, or an iterable of such: one for each micro-batch.
+        losses: a floating point tensor of one element, or an iterable of one per micro-batch.
         error: of this rank, which all ranks then raise.
 
     Returns:
         (the mean over all ranks, computed in fp64; the mean of this rank's losses, 0-dim, in their dtype).
 
     Raises:
-        InputError: on the rank that was given something else.
+        InputError: on a rank that received anything else.
         DisagreementError: on all other ranks, and on all if the numbers of losses differ.
     """
     peers = groups.control

@@ -1,4 +1,4 @@
-"""Rows that share a prompt, as one row that has the prompt once: completions of one prompt, or two answers to it."""
+"""Merge rows that share a prompt, such as several completions, into one row that has the prompt once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .documents import Lengths
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SharedPrompts:
-    """Rows of a batch laid end to end, each without its prompt where an earlier row has it.
+    """Rows of a batch laid end to end, each without its prompt if an earlier row has it.
 
-    A row's prompt is what comes before its first label that counts, but for the last token of that: it predicts the
-    label, which differs between rows, so each row keeps it. What no label needs is left out: padding, the tokens from
-    the last label on, and rows without labels.
+    A row's prompt is everything before its first label that counts, except the last of these tokens. That token
+    predicts the label, which differs between rows, so each row keeps it. Tokens that no label needs are left out:
+    padding, the tokens from the last label on, and rows without labels.
     """
 
     shape: tuple[int, int]  # (rows, tokens) of the batch
@@ -32,7 +32,7 @@ class SharedPrompts:
     parents: tuple[int, ...]
 
     def to(self, device: torch.device) -> SharedPrompts:
-        """Return them with what `joined` and `by_row` read on a device."""
+        """Return them with the tensors that `joined` and `by_row` read on a device."""
         return dataclasses.replace(self, tokens=self.tokens.to(device), own=self.own.to(device))
 
     def joined(self, x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class SharedPrompts:
 
 
 class Piece(NamedTuple):
-    """A document of the rows without repeated prompts."""
+    """A document of the rows after repeated prompts are removed."""
 
     row: int  # whose tokens it has
     begin: int  # its first token there, and one more than its last
@@ -69,12 +69,12 @@ def shared_prompts(
         ids: The batch's token ids, int64 (rows, tokens), on the CPU.
         mask: bool (rows, tokens), False for padding before and after a row's tokens; None: nothing is padding.
         labels: int64 (rows, tokens), -100 where they do not count; not shifted.
-        least: The least share of the rows' tokens, without padding, that need not be computed.
-        keep_all: Whether tokens that no label needs are kept, as by a loss that counts tokens; padding is not.
+        least: The least share of the rows' tokens, without padding, that must be saved.
+        keep_all: Whether to keep tokens that no label needs, for a loss that counts tokens; padding is never kept.
 
     Returns:
-        The rows without repeated prompts. None where less than that is saved, where no rows share a prompt, or where a
-        row's first token has a label that counts, which padding before it predicts.
+        The rows without repeated prompts. None if less than `least` is saved, if no rows share a prompt, or if a row's
+        first token has a label that counts, which only padding could predict.
     """
     rows, columns = ids.shape
     counts, begins, lengths = labels != IGNORE, [0] * rows, [columns] * rows
@@ -103,7 +103,7 @@ def shared_prompts(
 
 
 def _pieces(by_prompt: Iterable[list[int]], begins: list[int], first: list[int], ends: list[int]) -> list[Piece]:
-    """Return the documents of rows by prompt; of each row: where it begins, its first label that counts, its end."""
+    """Return the documents of rows by prompt, and each row's begin, first label that counts, and end."""
     pieces: list[Piece] = []
     for members in by_prompt:
         head, parent = members[0], -1

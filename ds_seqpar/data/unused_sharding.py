@@ -1,7 +1,7 @@
 """Detect a model that ignores sequence parallelism: it never calls attention, or never reads `position_ids`.
 
-A loop in which the patch was forgotten trains, with a plausible loss: each rank attends to its own tokens alone. So
-does a model of one's own that numbers a rank's tokens from 0.
+A loop without the patch still trains, with a plausible loss: each rank attends only to its own tokens. The same holds
+for a custom model that numbers a rank's tokens from 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ UNDISPATCHED = {
 
 
 class UnusedSharding:
-    """Detects that no attention was called on what was sharded, or its positions were not read, until both happened.
+    """Detects that no attention was called on sharded tensors, or that their positions were not read. It stops once
+    both have happened.
 
     Args:
         calls: Counts the calls of attention, and of layers with a state.
@@ -38,12 +39,12 @@ class UnusedSharding:
         self.are_read: bool | None = None  # None: no positions were given out
 
     def begin(self) -> None:
-        """Count calls from here on, unless that has begun."""
+        """Count calls from now on, unless counting has begun."""
         if self.calls_before is None:
             self.calls_before = self.calls.count
 
     def watch(self, positions: Tensor) -> Tensor:
-        """Return the positions, as a tensor that notes here that it is read, until one was."""
+        """Return the positions as a tensor that records its first read here, until one was read."""
         if self.is_met or self.are_read:
             return positions
         self.are_read = False
@@ -53,7 +54,7 @@ class UnusedSharding:
         self.are_read = True
 
     def error(self) -> ConfigError | None:
-        """Return what is wrong with the model that has computed a loss since; None where nothing is."""
+        """Return what is wrong with the model that has computed a loss since then; None if nothing is."""
         if self.is_met or self.calls_before is None:
             return None
         if self.calls.count == self.calls_before:
@@ -73,7 +74,7 @@ class UnusedSharding:
 
 
 class _Positions(Tensor):
-    """Positions that call a function once they are read. Copies of them are such tensors too."""
+    """Positions that call a function when they are first read. Their copies do too."""
 
     plain: Tensor
     read: Callable[[], None]

@@ -1,4 +1,4 @@
-"""Read what must be known of a batch's values: at once where they are on the CPU, one call later on a device."""
+"""Read the values of a batch that must be checked: at once if they are on the CPU, one call later on a device."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Judge = Callable[[list[int]], SeqParError | None]  # values -> the error that th
 
 
 class ValueChecks:
-    """Checks of a batch's values, and what ranks compare of them.
+    """Checks of a batch's values, and the digests that ranks compare.
 
-    To read a value on a device the host would have to wait for it. So such values are kept until `post`, and read in
-    the next comparison of ranks, when the device has computed them.
+    The host would have to wait to read a value on a device. So such values are kept until `post`, and read in the next
+    comparison of ranks, by when the device has computed them.
 
     Args:
-        at_once: types of devices whose values are read at once; None: of all.
+        at_once: device types whose values are read at once; None: all.
     """
 
     def __init__(self, at_once: Collection[str] | None = None) -> None:
@@ -39,10 +39,10 @@ class ValueChecks:
 
         Args:
             values: int64, (count,).
-            judge: returns the error that they are; None where all is right.
+            judge: returns the error that the values show; None if there is none.
 
         Raises:
-            SeqParError: the error, where the values are read at once.
+            SeqParError: the error, if the values are read at once.
         """
         if not self.reads(values):
             self._later.append((values, judge))
@@ -50,10 +50,11 @@ class ValueChecks:
             raise error
 
     def compare(self, inputs: Mapping[str, Any], on_cpu: Mapping[str, Tensor] | None = None) -> None:
-        """Let ranks compare tensors: dtypes and shapes of all, values of those that are small.
+        """Let ranks compare dtypes, shapes and values of tensors; no values of floating point tensors with several
+        dims.
 
         Args:
-            inputs: tensors by name; anything else is left out, and tensors of no dimension.
+            inputs: tensors by name; 0-dim tensors and anything else are left out.
             on_cpu: name -> the same values on the CPU, for tensors on a device.
         """
         for name, x in sorted(inputs.items()):
@@ -69,7 +70,7 @@ class ValueChecks:
                 self._later.append((device_digest(x)[None], name))
 
     def post(self, checker: ConsistencyChecker) -> None:
-        """Give what is on devices to the checker, in one copy from each device."""
+        """Give values on devices to the checker, with one copy per device."""
         by_device: dict[torch.device, list[tuple[Tensor, Judge | str]]] = {}
         for values, judge in self._later:
             by_device.setdefault(values.device, []).append((values, judge))
@@ -79,7 +80,7 @@ class ValueChecks:
 
 
 class _Judgement:
-    """Judges values that several checks have put together."""
+    """Judges values that several checks have concatenated."""
 
     def __init__(self, entries: list[tuple[Tensor, Judge | str]]) -> None:
         self.parts = [(len(values), judge) for values, judge in entries]
@@ -101,9 +102,9 @@ STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEE
 
 
 def device_digest(x: Tensor) -> Tensor:
-    """Return a hash of a tensor's values and their places, int64 of no dimension, on its device.
+    """Return a hash of a tensor's values and their places, 0-dim int64, on its device.
 
-    The host does not wait for it. dtype and shape are not part of it.
+    The host does not wait for it. It does not cover dtype and shape.
     """
     x = x.detach().resolve_conj().resolve_neg().reshape(-1)
     x = torch.view_as_real(x).reshape(-1) if x.is_complex() else x
@@ -116,13 +117,13 @@ def device_digest(x: Tensor) -> Tensor:
 
 
 def fingerprint_of(x: Tensor) -> str:
-    """Return dtype and shape of a tensor, and a digest of its values, which are read."""
+    """Return the dtype and shape of a tensor, and a digest of its values. It reads the values."""
     content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return f"{describe(x)} {Fingerprint.of_bytes(content)}"
 
 
 def describe(x: object) -> str:
-    """Return dtype and shape of a tensor, "none" for None, else the name of the type, for messages."""
+    """Return the dtype and shape of a tensor, "none" for None, and the type's name for anything else, for messages."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
     return "none" if x is None else type(x).__name__

@@ -1,4 +1,4 @@
-"""Ranks agree before they communicate, so that an error on one rank is raised on all and none hangs."""
+"""Let ranks agree before they communicate, so that an error on one rank is raised on all and no rank hangs."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def assert_ranks_agree(
     Args:
         group: a group that carries CPU tensors; None for this rank alone.
         name: of the value, in errors; the same on all ranks.
-        value: what must be the same, by repr, on all ranks of the group, or with `among_peers` on those of `peers`.
-            Mappings, dataclasses and lists of them are compared field by field, and an error names the fields that
-            differ. A value that is compared often may be passed as `Compared`.
+        value: the value that must have the same repr on all ranks of the group, or with `among_peers` on the ranks of
+            `peers`. Mappings, dataclasses and lists of them are compared field by field, and an error names the fields
+            that differ. A value that is compared often may be passed as `Compared`.
         error: why this rank cannot go on. This rank raises it; the others raise a DisagreementError that quotes it.
         number: a number whose maximum is needed, on all ranks or on none.
-        peers: this rank's part of the group, whose ranks first check that all of them make this call, and that none is
-            in a backward, for which it would wait there. None: this rank alone.
+        peers: this rank's part of the group. Its ranks first check that all of them make this call and that none is in
+            a backward, where it would wait. None: this rank alone.
         among_peers: whether values may differ between parts of the group.
-        call: the function that users call to come here, named where a rank does not make the call.
-        advice: returns why ranks differ, and what to do, where that is known.
+        call: the user's call, which is named in the error if a rank does not make it.
+        advice: returns why ranks differ and what to do, if known.
 
     Returns:
-        The greatest `number` of any rank; 0 where there is none.
+        The greatest `number` of any rank; 0 if no rank has one.
 
     Raises:
         SeqParError: `error`, on the rank that passed it.
@@ -78,7 +78,7 @@ def assert_ranks_agree(
 
 @dataclasses.dataclass
 class Agreed:
-    """What a rank contributes to an agreement, and what it receives from it."""
+    """A rank's contribution to an agreement, and the result that it receives."""
 
     value: object = None  # as for `assert_ranks_agree`
     number: int | None = None  # as for `assert_ranks_agree`; then the greatest of any rank
@@ -89,18 +89,18 @@ def together(
     group: dist.ProcessGroup | None, action: str, name: str = "", *, error: SeqParError | None = None,
     passing: tuple[type[Exception], ...] = (), **options: Any,
 ) -> Iterator[Agreed]:  # fmt: skip
-    """Context manager at whose end ranks agree: if an exception ended it on one rank, all ranks raise.
+    """Context manager at whose end ranks agree: if an exception leaves it on one rank, all ranks raise.
 
     Args:
         group: as for `assert_ranks_agree`.
-        action: what is done in it, as "loading data", for errors.
-        name: of the value that ranks compare; "": the action.
-        error: as for `assert_ranks_agree`, of what was before.
-        passing: exceptions that end it without an agreement, since ranks have agreed on them, or cannot.
-        **options: further ones of `assert_ranks_agree`.
+        action: what is done in the context, such as "loading data", for errors.
+        name: name of the value that ranks compare; "": the action.
+        error: as for `assert_ranks_agree`, for an earlier error.
+        passing: exceptions that leave it without an agreement, because ranks have already agreed on them, or cannot.
+        **options: further arguments of `assert_ranks_agree`.
 
     Yields:
-        What takes the value and the number to compare.
+        An object that takes the value and the number to compare.
 
     Raises:
         SeqParError: as `assert_ranks_agree` does.
@@ -118,7 +118,7 @@ def together(
 
 
 class Checker(Protocol):
-    """Values of one set of groups that ranks have yet to compare; see `consistency`."""
+    """The values of a set of groups that ranks have not compared yet; see `consistency`."""
 
     def flush_before(self, group: dist.ProcessGroup | None) -> None: ...
 
@@ -129,7 +129,7 @@ checkers: weakref.WeakValueDictionary[int, Checker] = weakref.WeakValueDictionar
 
 
 class Entry(NamedTuple):
-    """A value that ranks compare, and how errors speak of it. For `call` and `advice` see `assert_ranks_agree`."""
+    """A value that ranks compare, and its description in errors. For `call` and `advice` see `assert_ranks_agree`."""
 
     compared: Compared
     call: str
@@ -141,7 +141,7 @@ class Entry(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What to do where a rank does not make the call, which stands in parentheses in `call`."""
+        """The remedy if a rank does not make the call; it is in parentheses in `call`."""
         return self.call.partition(" (")[2].removesuffix(")")
 
     @property
@@ -162,12 +162,12 @@ FAILED = 2**63 - 1  # no fingerprint, nor the negative of one
 
 
 def differ(group: dist.ProcessGroup | None, compared: int, subject: str, failed: bool = False) -> bool:
-    """Return whether ranks' fingerprints differ, or one of them has failed. Collective over the group.
+    """Return whether the ranks' fingerprints differ or any rank has failed. Collective over the group.
 
     Args:
         group: a group that carries CPU tensors; None for this rank alone.
         compared: this rank's fingerprint.
-        subject: what compares, for errors.
+        subject: the name of the comparison, for errors.
         failed: whether this rank has an error.
     """
     greatest, negated_least = _maxima(group, (FAILED, FAILED) if failed else (compared, -compared), subject)
@@ -195,13 +195,14 @@ DIRECT = 4  # ranks that tell one another, so that each knows which one does not
 def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communication: Communication) -> list[int]:
     """Return the maximum over ranks of each number.
 
-    Three or four ranks tell one another. Others tell the first one, which answers: two that send at once hinder each
-    other over gloo. It is not `dist.all_reduce`, which would pair with one of the user's in the group of all ranks.
+    Three or four ranks send to one another. Otherwise ranks send to the first rank, which answers, because two ranks
+    that send at once slow each other down over gloo. `dist.all_reduce` is not used, since it could pair with a user's
+    all-reduce in the group of all ranks.
 
     Args:
-        numbers: integers of at most 63 bits, as many on all ranks.
+        numbers: integers of at most 63 bits, the same number on all ranks.
         group: a group that carries CPU tensors.
-        communication: is told which rank is waited for.
+        communication: receives the rank that is waited for.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     direct = 2 < size <= DIRECT
@@ -233,12 +234,12 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communicati
 def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
     """Return the sum over ranks of each number, in fp64.
 
-    It has the same bits on all ranks, since gloo adds up each element in one place. Collective; call it after an
+    It is bitwise the same on all ranks, since gloo adds up each element in one place. Collective; call it after an
     agreement, so that all ranks make the call.
 
     Args:
         group: a group that carries CPU tensors.
-        numbers: this rank's summands, as many as on every other rank.
+        numbers: this rank's summands, the same number on every rank.
         call: the user's call, for errors.
     """
     total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -251,15 +252,15 @@ def raise_difference(
     group: dist.ProcessGroup | None, entries: Sequence[Entry], error: SeqParError | None, part: int = 0,
     before: int | None = None, values_may_differ: bool = False,
 ) -> None:  # fmt: skip
-    """Gather errors and fields (slow), and raise one sentence on every rank; if uncaught, one rank prints it.
+    """Gather errors and fields (slow), and raise one sentence on every rank. If it is not caught, one rank prints it.
 
     Args:
         group: as for `differ`.
-        entries: what this rank has compared since ranks agreed last, this call's own at the end.
+        entries: the entries that this rank has compared since ranks last agreed, this call's at the end.
         error: why this rank cannot go on.
-        part: the part of the group among whose ranks values must be the same.
-        before: how many calls of the step were compared before these; None where an error comes out of its own call.
-        values_may_differ: whether to raise only where a rank makes another call.
+        part: the part of the group in which values must be the same.
+        before: number of calls of the step that were compared before these; None if an error is raised by its own call.
+        values_may_differ: whether to raise only if a rank makes another call.
     """
     if found := _difference(group, entries, error, part, before, values_may_differ):
         for checker in list(checkers.values()):
@@ -315,7 +316,7 @@ def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]
 
 
 def _why_other_calls(by_rank: Mapping[int, tuple[str, Fields, str]]) -> str:
-    """Return why some ranks make other calls, and what to do, or "" if that is unknown. by_rank: rank -> (name, fields,
+    """Return why some ranks make other calls and what to do; "" if unknown. by_rank: rank -> (name, fields,
     remedy)."""
     remedies = dict.fromkeys(remedy for name, _, remedy in by_rank.values() if remedy and name != BACKWARD)
     if asides := [remedy for remedy in remedies if ALL in remedy]:
@@ -333,9 +334,9 @@ def differences(by_rank: Mapping[int, tuple], why: str = "", where: str = "") ->
     Ranks with the same fields are named together: "ranks 0-2: size 4; rank 3: size 2".
 
     Args:
-        by_rank: rank -> (name of what it compares, its fields, ...).
-        why: the cause and what to do, where they are known.
-        where: which of several calls it is, in words.
+        by_rank: rank -> (name of the compared value, its fields, ...).
+        why: the cause and what to do, if known.
+        where: which of several calls this is, in words.
     """
     if len({compared for compared, *_ in by_rank.values()}) > 1:
         by_call = {

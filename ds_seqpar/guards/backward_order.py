@@ -1,12 +1,11 @@
 """Ranks agree on the order in which they run backward, before they send anything for it.
 
-Each call that communicates has a number, the same on all ranks. Autograd numbers nodes too, in the order in which they
-are made. So a node is known by the first call that was made after it: its own, or the first one in the forward of a
-function whose backward runs attention again, as reentrant checkpoints, head chunks and compiled graphs do.
-
-Ranks compare the calls by which they know the nodes that they run: on CPUs before a node's first message, on
-accelerators at the latest before `backward` returns. A backward that a node runs inside of its own is not compared: it
-was agreed on with the node.
+Each call that communicates has a number, the same on all ranks. Autograd also numbers nodes in the order in which they
+are made. So a node is identified by the first call that was made after it: its own call or, for a function whose
+backward runs attention again, the first call in the forward. Reentrant checkpoints, head chunks and compiled graphs are
+such functions. Ranks compare the calls that identify the nodes that they run: on CPUs before a node's first message, on
+accelerators at the latest before `backward` returns. A backward that a node runs inside its own is not compared, since
+ranks have agreed on the node.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ class _Call(NamedTuple):
 
 
 class Calls(Guard):
-    """Counts the calls of one SequenceParallel that communicate, and orders their backward, the same on all its ranks.
+    """Counts the communicating calls of one SequenceParallel, and orders their backward in the same way on all ranks.
 
     Args:
-        checker: what its ranks compare.
+        checker: compares values between its ranks.
 
     Attributes:
-        current: the call that communicates, or is about to, where a backward runs its.
+        current: the call that communicates or is about to; in a backward, the call whose backward runs.
     """
 
     def __init__(self, checker: ConsistencyChecker) -> None:
@@ -86,11 +85,11 @@ class Calls(Guard):
             self.current = None
 
     def follow(self, name: str, layer: int | None = None, sends: bool = True) -> None:
-        """Count a call. Call it in the forward of an autograd function, before anything is sent.
+        """Count a call. Use it in the forward of an autograd function, before anything is sent.
 
         Args:
             name: of the call, for errors.
-            layer: of a patched model, where that makes the call.
+            layer: the layer, if a patched model makes the call.
             sends: whether the forward sends anything; a replay does not.
         """
         if not self.of[1]:
@@ -107,10 +106,9 @@ class Calls(Guard):
                 del self._calls[:MOST_CALLS]
 
     def enter(self, sends: bool = True) -> None:
-        """Raise on all ranks unless all run backward of the same call, or will at the end of `backward`.
-
-        Call it in each backward, and in each forward that a backward runs again, before anything is sent. Outside of a
-        backward it does nothing.
+        """Raise on all ranks, now or at the end of `backward`, unless all run the backward of the same call. Use it in
+        each backward, and in each forward that a backward runs again, before anything is sent. Outside a backward it
+        does nothing.
 
         Args:
             sends: whether anything is sent next.
@@ -143,13 +141,14 @@ class Calls(Guard):
         return "backward of attention" if call is None else f"backward of {call.what} (call {call.number})"
 
     def _current(self) -> _Call | None:
-        """Return the call by which autograd's current node is known, None where it was made after all calls."""
+        """Return the call that identifies autograd's current node; None if the node was made after all calls."""
         at = bisect.bisect_right(self._calls, compat.number_of(compat.autograd_node()), key=lambda call: call.made)
         return self._calls[at] if at < len(self._calls) else None
 
     def _named(self, call: _Call) -> str:
-        """Return the name by which ranks compare a call. It counts back from the last call, because after a failure
-        ranks may have made different numbers of calls; equal steps then have equal names."""
+        """Return the name by which ranks compare a call. The name counts back from the last call. After a failure,
+        ranks may have made different numbers of calls, and equal steps then still have equal names.
+        """
         of = f" of SequenceParallel {self.of[0]}" if self.of[0] > 1 else ""  # most programs have one
         last = "the last call" if call.number == self.count else f"the last call but {self.count - call.number}"
         return f"{call.what}{of}, {last}"

@@ -1,10 +1,10 @@
 """Cross-rank consistency checks: verify that all ranks of a sequence issue the same calls.
 
-On CPUs each call is compared before anything of it is sent: hosts wait for one another there anyway. On accelerators
-hosts run ahead of their devices, and must not wait for one another in every call. So a call like one that the ranks
-agreed on before is deferred, which sends nothing: it is compared together with the next call that is unlike all before,
-or at the end of the step. A rank that cannot go on compares at once. The others reach a comparison too, since no host
-waits for its device before it.
+On CPUs each call is compared before it sends anything; hosts wait for one another there anyway. On accelerators hosts
+run ahead of their devices, and must not wait for one another in every call. So the comparison of a call is deferred if
+ranks have agreed on a similar call before. It then sends nothing, and is compared together with the next new kind of
+call, or at the end of the step. A rank that cannot continue compares at once. The others reach a comparison too, since
+no host waits for its device before one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NOTHING, END = Entry.of("", {}), Entry.of("end of the step", {})
 
 
 class _Look(NamedTuple):
-    """A tensor that is copied to the CPU."""
+    """A tensor that is being copied to the CPU."""
 
     after: Entry  # what was compared last when the copy began
     copy: Tensor
@@ -46,7 +46,7 @@ class _Look(NamedTuple):
 
 
 class InputAgreement(Guard):
-    """Compares the inputs of each call between the ranks of the sequence, so that all raise what one of them finds."""
+    """Compares the inputs of each call between the ranks of a sequence, so that all raise an error that one finds."""
 
     def __init__(self, checker: ConsistencyChecker) -> None:
         self.checker = checker
@@ -68,7 +68,7 @@ class ConsistencyChecker:
     """The comparisons of the ranks that share a sequence.
 
     Args:
-        groups: This rank's groups; None for ranks of one process, which need not agree.
+        groups: This rank's groups; None for virtual ranks of one process, which need not agree.
         agreement: The setting.
     """
 
@@ -104,14 +104,13 @@ class ConsistencyChecker:
         self, name: str, value: object, *, error: SeqParError | None = None, call: str = "",
         advice: Advice | None = None, device: torch.device | None = None, like: object = None,
     ) -> None:  # fmt: skip
-        """Compare a value between the ranks, at the end of the step where that may be; else now.
-
-        A value that may differ by its `advice` must be given to `check_now`.
+        """Compare a value between the ranks: at the end of the step if that is allowed, otherwise now. A value that may
+        differ according to its `advice` must be passed to `check_now`.
 
         Args:
-            name: As for `assert_ranks_agree`, and so are the others.
-            device: Where the tensors are that are sent next; None where accelerators' ranks have theirs.
-            like: What of the value must be as in an earlier call, to be deferred; None: all of it.
+            name: As for `assert_ranks_agree`; the other arguments too.
+            device: The device of the tensors that are sent next; None: the device that ranks with accelerators use.
+            like: The part of the value that must be as in an earlier call for it to be deferred; None: all of it.
         """
         entry = Entry.of(name, value, call, advice)
         error = self._judge(entry) or error
@@ -125,14 +124,13 @@ class ConsistencyChecker:
             self._compare(END)
 
     def check_values(self, x: Tensor, judge: Judge) -> None:
-        """Copy a tensor to the CPU, and check its values when the copy has arrived.
-
-        They are checked at the next comparison of the same kind, as in the next forward, or else in the last `flush` or
-        at exit. All ranks must call this alike.
+        """Copy a tensor to the CPU, and check its values when the copy has arrived. They are checked at the next
+        comparison of the same kind, for example in the next forward; failing that, in the last `flush` or at exit. All
+        ranks must make the same calls of this.
 
         Args:
             x: The tensor.
-            judge: Gets the copy. It must not refer to the SequenceParallel, which would then live until exit.
+            judge: Receives the copy. It must not refer to the SequenceParallel, which would then live until exit.
         """
         copy = x.detach().to("cpu", non_blocking=True)
         on_its_way = x.device.type != "cpu" and not compat.is_fake(copy)
@@ -141,10 +139,10 @@ class ConsistencyChecker:
         self._at_exit = self._at_exit or weakref.finalize(self, _say, self._looks)
 
     def flush(self, *, last: bool = False) -> None:
-        """Compare what was deferred, and wait for the other ranks. Call it on all of them at the end of a step.
+        """Compare deferred values, and wait for the other ranks. Call it on all ranks at the end of a step.
 
         Args:
-            last: Whether no forward follows. If so, it also waits for the device, and checks the remaining values.
+            last: Whether no forward follows. If true, it also waits for the device and checks the remaining values.
         """
         judges = last and bool(self._looks)
         error = self._judge() if judges else None
@@ -153,17 +151,17 @@ class ConsistencyChecker:
         self._before = 0
 
     def flush_before(self, group: dist.ProcessGroup | None) -> None:
-        """Call `flush` before a comparison in another group, where some ranks would wait for those that wait here."""
+        """Call `flush` before a comparison in another group, in which ranks would wait for ranks that wait here."""
         if self._entries and self.group is not group:
             self.flush()
 
     def forget(self, group: dist.ProcessGroup | None) -> None:
-        """Forget what was deferred before all ranks of the group raised, whatever they compared then."""
+        """Drop deferred values after all ranks of the group have raised, whatever they compared."""
         if self._entries and self.group is group:
             self._entries, self._before = [], 0
 
     def _compare(self, entry: Entry, error: SeqParError | None = None, key: int | None = None) -> None:
-        """Compare what was deferred and one entry more. key: by which calls like it are known; None: all of it."""
+        """Compare the deferred entries and one more. key: identifies similar calls; None: the whole entry."""
         before, entries, self._entries = self._before, [*self._entries, entry], []
         self._before = before + len(entries)
         compared = entry.compared.fingerprint
@@ -177,8 +175,9 @@ class ConsistencyChecker:
                 del self._known[next(iter(self._known))]
 
     def _judge(self, again: Entry | None = None) -> SeqParError | None:
-        """Judge what was left for the next comparison like this one, None: whatever was left. Defer the fields that
-        ranks compare, and return this rank's error."""
+        """Judge the values left for the next comparison of this kind; None: all of them. Defer the fields that ranks
+        compare, and return this rank's error.
+        """
         self._last = again or self._last
         if not self._looks:
             return None
@@ -208,7 +207,7 @@ def _found(looks: Iterable[_Look]) -> Iterable[tuple[_Look, SeqParError | Mappin
 
 
 def _say(looks: list[_Look]) -> None:
-    """At exit, print errors of this rank that were never raised. Do not wait for a device that is stuck."""
+    """At exit, print errors of this rank that were never raised. Does not wait for a stuck device."""
     deadline = time.monotonic() + IDLE_TIMEOUT
     while any(look.arrived is not None and not look.arrived.query() for look in looks):
         if time.monotonic() > deadline:

@@ -1,7 +1,8 @@
-"""The search for NaN and inf that `check_finite` asks for, which names the first place where one appears.
+"""The search for NaN and inf that `check_finite` enables. It names the first place where one appears.
 
-A rank that finds one goes on, since the others would wait for it, until ranks compare: at the end of each attention
-call, of a patched model's forward, and around an engine's backward and step. All ranks then raise the earliest finding.
+A rank that finds one continues until ranks compare, since the others would wait for it. Ranks compare at the end of
+each attention call and of a patched model's forward, and around an engine's backward and step. All ranks then raise the
+earliest finding.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ class Finding(NamedTuple):
 
 
 class Finite(Guard):
-    """What this rank has found since the last comparison.
+    """The findings of this rank since the last comparison.
 
     Args:
         groups: This rank's.
         calls: Those that it names.
-        sequences: How many groups of ranks the job has that share one.
+        sequences: Number of groups of ranks that share a sequence.
 
     Attributes:
-        call: The attention call that runs.
-        scaled: Whether gradients of that call may be infinite.
+        call: The current attention call.
+        scaled: Whether gradients of this call may be infinite.
     """
 
     def __init__(self, groups: Groups, calls: Calls, sequences: int) -> None:
@@ -74,13 +75,13 @@ class Finite(Guard):
         return self  # of the SequenceParallel that a copied model shares
 
     def look(self, what: str, how: str, x: object, advice: str, step: int = -1, sender: int | None = None) -> None:
-        """Note a tensor or a number that is not finite, unless something was found before.
+        """Record a tensor or a number that is not finite, unless something was found before.
 
         Args:
-            what: What it is. In an lse and in sinks -inf is right.
-            how: A clause: where it came from.
-            x: The tensor or number; anything else is passed over.
-            advice: A clause: what to do.
+            what: Its name. In an lse and in sinks, -inf is allowed.
+            how: A clause that says where it came from.
+            x: The tensor or number; anything else is ignored.
+            advice: A clause that says what to do.
             step: As in `Finding`.
             sender: As in `Finding`.
         """
@@ -89,12 +90,12 @@ class Finite(Guard):
             self.found = Finding(step, f"{what}, {how}", advice, numbers, sender)
 
     def agree(self, group: Group, step: int | None = None, later: bool = False) -> None:
-        """Raise what ranks have found since they compared last, on all ranks of a group. Collective over it.
+        """Raise the findings since the last comparison, on all ranks of a group. Collective over the group.
 
         Args:
             group: The group; None for this rank alone.
-            step: The number of the optimizer step that has ended, if one has.
-            later: Only find out which is the first, and leave it to the comparison of a larger group to raise it.
+            step: The number of the optimizer step that has just ended, if any.
+            later: Only determine the first finding, and leave it to a comparison in a larger group to raise it.
         """
         self.scaled = False
         if not assert_ranks_agree(group, NAME, None, number=int(self.found is not None)):
@@ -116,14 +117,14 @@ class Finite(Guard):
         raise_difference(group, [Entry.of(NAME, None)], error if dist.get_rank() == ranks[0] else None)
 
     def when(self) -> str:
-        """Return a clause that names the optimizer step and the micro-batch, where they are known."""
+        """Return a clause that names the optimizer step and the micro-batch, if known."""
         if self.engine is not None and (engine := self.engine()) is not None:
             return f", in step {engine.global_steps + 1}, micro-batch {self.microbatches + 1}"
         return f", in forward {self.forwards} of the model" if self.forwards else ""
 
     @contextlib.contextmanager
     def around(self, call: GuardedCall) -> Iterator[None]:
-        """Look at the inputs of an attention call, and agree on what was found until it ends."""
+        """Check the inputs of an attention call, and agree on the findings when it ends."""
         if not call.operands:
             yield
             return
@@ -137,16 +138,15 @@ class Finite(Guard):
         self.agree_on_call()
 
     def agree_on_call(self) -> None:
-        """Raise what the ranks of the sequence have found, on all of them. Collective over them.
-
-        In training an engine raises it on the ranks of all sequences, before or after its backward.
+        """Raise the findings of the sequence's ranks on all of them. Collective over these ranks. In training, an
+        engine raises them on the ranks of all sequences, before or after its backward.
         """
         trains = torch.is_grad_enabled() or compat.graph_task() >= 0
         self.agree(self.groups.control, later=trains and self.engine is not None and self.sequences > 1)
 
     def watch_gradients(self, model: torch.nn.Module) -> list[RemovableHandle]:
-        """Look at each gradient twice: once its parameter's backward has made it, and once hooks have changed it and
-        it was added to the one that was there. Then gradients of ranks are summed.
+        """Check each gradient twice: after its parameter's backward has made it, and after hooks have changed it and it
+        was added to the existing gradient. After that, gradients are summed over ranks.
 
         Returns:
             The hooks.
@@ -160,7 +160,7 @@ class Finite(Guard):
         return handles
 
     def look_at_made(self, what: str, gradient: Tensor, by: str = "its backward") -> None:
-        """Look at the gradient of `what`, which `by` has made."""
+        """Check the gradient of `what`, which `by` has made."""
         if gradient.dtype != torch.float16:  # whose loss scaling makes inf, and leaves the step out
             self.look(f"the gradient of {what}", f"which {by} made", gradient, "see the size of what it is made of")
 
@@ -170,7 +170,7 @@ class Finite(Guard):
             self.look(f"the gradient of {name}", "though its backward made finite numbers", gradient, advice)
 
     def around_engine(self, engine: Any, world: Group) -> dict[str, Callable[..., Any]]:
-        """Look at an engine's losses, gradients and optimizer states, and compare gradient norms.
+        """Check an engine's losses, gradients and optimizer states, and compare gradient norms.
 
         Returns:
             Method -> the function that runs around it. Collective over the world.
@@ -209,7 +209,7 @@ class Finite(Guard):
         return {"backward": checked_backward, "step": checked_step}
 
     def _look_at_sums(self, engine: Any, how: str, advice: str) -> None:
-        """Look at the gradients of all ranks together."""
+        """Check the gradients after the sum over ranks."""
         if engine.fp16_enabled():  # whose loss scaling makes inf, and leaves such steps out
             return
         for x in compat.tree_leaves(getattr(engine.optimizer, compat.SUMMED, None)):
@@ -233,7 +233,7 @@ class Finite(Guard):
 
 
 def not_finite(x: object, negative: bool = False) -> str:
-    """Return how many numbers of a tensor or a number are not finite, in words; "" where all are.
+    """Describe the non-finite elements of a tensor or a number; "" if all are finite.
 
     Args:
         negative: Whether -inf counts as finite.
@@ -251,7 +251,7 @@ def not_finite(x: object, negative: bool = False) -> str:
 
 
 class LooksAtWalks(Observer):
-    """Checks what arrives in a walk, and what each instruction computes."""
+    """Checks the tensors that arrive in a walk, and the results of each instruction."""
 
     def __init__(self, finite: Finite) -> None:
         self.finite = finite
@@ -280,7 +280,7 @@ def _fields(walk: Walk, kind: str) -> list[str]:
 
 
 def _arrived(walk: Walk, started: op.Started) -> Iterator[tuple[int, str, Tensor]]:
-    """Yield the global rank, the name and the tensor of all that arrived from other ranks."""
+    """Yield the sender's global rank, the name and the tensor of everything that arrived from other ranks."""
     groups = cast(TorchComm, walk.comm).groups
     if isinstance(started, op.ExchangeStart):
         sizes = walk.bound.exchange_sizes(started.exchange)
@@ -303,7 +303,7 @@ def _arrived(walk: Walk, started: op.Started) -> Iterator[tuple[int, str, Tensor
 
 
 def _made(walk: Walk, instruction: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the tensor of all that an instruction has computed."""
+    """Yield the name and the tensor of every result of an instruction."""
     label = label_of(instruction)
     if isinstance(instruction, op.Finish):
         names = [name for kind in ACCUMULATORS[walk.program.direction] for name in _fields(walk, kind)]

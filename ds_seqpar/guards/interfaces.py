@@ -1,7 +1,7 @@
-"""The network interface of gloo's groups, in jobs whose own groups are NCCL's.
+"""The network interface of gloo's groups, in jobs that otherwise use NCCL.
 
-Gloo takes the address that the host's name resolves to. Many Linux systems resolve it to 127.0.1.1, where no other host
-finds this one. NCCL looks at interfaces instead, so its users meet this in groups for CPU tensors alone.
+Gloo uses the address that the host name resolves to. On many Linux systems that is 127.0.1.1, which other hosts cannot
+reach. NCCL inspects interfaces instead, so its users see this problem only in groups for CPU tensors.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ADDRESS_OF_INTERFACE = 0x8915  # Linux's SIOCGIFADDR
 
 @contextlib.contextmanager
 def gloo_meets_hosts() -> Iterator[None]:
-    """Context manager in which gloo's groups are made, on an interface by which other hosts reach this one.
+    """Context manager in which gloo's groups are made on an interface that other hosts can reach.
 
-    Gloo reads it from the environment for each new group. The variable is restored afterwards, so other groups and
-    child processes are not affected. Collective over all ranks.
+    Gloo reads the interface from the environment for each new group. The variable is restored afterwards, so other
+    groups and child processes are not affected. Collective over all ranks.
 
     Raises:
-        CommunicationError: Ranks do not meet.
+        CommunicationError: Ranks cannot connect.
     """
     world = compat.default_group()
     if world not in _found:  # on ranks for which the variable is set too, as others may lack it
@@ -57,10 +57,11 @@ _found: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = weakref.WeakK
 
 
 def _interface(store: dist.Store, ranks: int) -> str | None:
-    """Return the interface that joins the hosts; None on one host, or where nothing says. Collective over all ranks.
+    """Return the interface that connects the hosts; None on a single host, or if it is unknown. Collective over all
+    ranks.
 
-    It is NCCL's, where that is set to one name. Otherwise packets to the first rank's host would leave by it; from that
-    host, packets to another one.
+    It is NCCL's interface, if that is set to one name. Otherwise it is the interface for packets to the first rank's
+    host or, on that host, for packets to another host.
     """
     store, is_first = dist.PrefixStore("ds_seqpar/hosts", store), dist.get_rank() == 0
     if is_first:
@@ -82,7 +83,7 @@ def _interface(store: dist.Store, ranks: int) -> str | None:
 
 
 def _address_towards(host: str) -> str:
-    """Return this host's address in packets to another one, "" where there is no way to it."""
+    """Return this host's address in packets to another host; "" if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect((host, PORT))
         return str(probe.getsockname()[0])

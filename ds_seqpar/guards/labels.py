@@ -1,4 +1,4 @@
-"""The label of each instruction in a profiler's trace, by the plan's own names."""
+"""Labels for each instruction in a profiler's trace, with the names used in the plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..core.runtime.walk import Observer, Walk
 
 
 class Labels(Observer):
-    """Gives each instruction a label in the profiler's trace, inside one for the program, while a profiler is on."""
+    """While a profiler is on, gives each instruction a label in its trace, inside the program's label."""
 
     def begin(self, walk: Walk) -> bool:
         if not profiling.is_on():
@@ -39,10 +39,9 @@ class Labels(Observer):
 
 
 def labels_of(bound: BoundProgram) -> list[str]:
-    """Return the label of each instruction: its step, what it does, with which ranks, and how many bytes it moves.
-
-    Bytes are those that this rank sends or receives in a message, and those that it receives in a collective. Messages
-    are between CP ranks: "kv(3):3>0 4096 B" is what rank 3 sends rank 0.
+    """Return the label of each instruction: its step, its operation, the ranks involved, and the bytes moved. For a
+    message these are the bytes that this rank sends or receives, for a collective the bytes that it receives. Messages
+    are between CP ranks: "kv(3):3>0 4096 B" is sent from rank 3 to rank 0.
     """
     labels, started = [], dict[int, str]()  # by ticket
     for instruction in bound.program.code:

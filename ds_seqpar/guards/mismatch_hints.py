@@ -1,6 +1,6 @@
-"""Find why ranks differ and what to do, where the fields that they compared show it: `advice` of `assert_ranks_agree`.
+"""Find why ranks differ and what to do, from the fields that they compared: `advice` of `assert_ranks_agree`.
 
-Each function takes rank -> fields of ranks that differ, and returns a clause of a sentence, or "" where the cause is
+Each function takes rank -> fields for ranks that differ, and returns a clause of a sentence, or "" if the cause is
 unknown.
 """
 
@@ -19,11 +19,11 @@ PLACEMENT = "give attention mask=placement.mask and shards=placement.shards of i
 
 
 def of_batches(by_rank: Mapping[int, Fields], began: bool = False) -> str:
-    """Return the cause where ranks of a sequence hold other samples, in equally many batches with the same columns.
+    """Return the cause if ranks of a sequence hold different samples, in the same number of batches and columns.
 
     Args:
         by_rank: rank -> its fields.
-        began: whether the ranks made calls together before, so that one of them may have skipped a step since.
+        began: whether the ranks have made calls together before; one of them may then have skipped a step.
     """
     names = differing(by_rank)
     same_columns = all(name in fields for name in names for fields in by_rank.values())
@@ -56,9 +56,8 @@ ROUNDING = 1e-4
 
 
 def of_models(by_rank: Mapping[int, Fields]) -> str | None:
-    """Return the cause where ranks have other weights, or other placements, in a sharded forward.
-
-    Returns None where weights differ by rounding alone.
+    """Return the cause if ranks have different weights or placements in a sharded forward. Returns None if weights
+    differ only by rounding.
     """
     names = differing(by_rank)
     if names and all(name.startswith(WEIGHT) for name in names):
@@ -86,14 +85,14 @@ def of_models(by_rank: Mapping[int, Fields]) -> str | None:
 
 
 def of_kernels(by_rank: Mapping[int, Fields]) -> str:
-    """Return the cause where configurations are the same, but ranks would choose other kernels."""
+    """Return the cause if configurations are the same but ranks would choose different kernels."""
     if not all(name.startswith("kernels ") for name in differing(by_rank)):
         return ""
     return 'they have other kernels: install the same packages, or name a "kernel"'
 
 
 def of_attention(by_rank: Mapping[int, Fields]) -> str:
-    """Return the cause where a call of attention dropped its batch's placement, or has another batch's."""
+    """Return the cause if a call of attention omitted its batch's placement or has another batch's."""
     names, has_shards = differing(by_rank), ["shards" in fields for fields in by_rank.values()]
     if any(KEPT in fields.get("operator", "") for fields in by_rank.values()):  # which has no placement
         return ""

@@ -1,6 +1,6 @@
 """One thread of a process communicates, for all its SequenceParallels.
 
-With two, ranks could pair a call in one with a call in the other, since which thread comes first differs between ranks.
+With two threads, ranks could pair a call in one with a call in the other, since their order differs between ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def bound_thread() -> threading.Thread | None:
 
 
 def check_thread() -> None:
-    """Raise ConfigError in any other thread, except autograd's own, which run backward on a device."""
+    """Raise ConfigError in any other thread, except autograd's threads, which run backward on a device."""
     current = threading.current_thread()
     if _bound not in (None, current) and not compat.is_autograd_thread(current):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error in one sentence: where it was, how much it asked for, and what saves memory.
+"""Explain an out-of-memory error in one sentence: where it occurred, how much was requested, and what saves memory.
 
 Nothing is recorded while ranks train: the place is read from the error's traceback.
 """
@@ -25,7 +25,7 @@ ADVICE = "gradient checkpointing, mlp_tiles, loss_tiles, head_chunks and a large
 
 
 def explain(error: BaseException, rank: int) -> BaseException:
-    """Replace the message of an out-of-memory error by our sentence, and return the error."""
+    """Replace the message of an out-of-memory error with our sentence, and return the error."""
     text, place = str(error), place_of(error.__traceback__)
     try:
         advice = advise()
@@ -50,7 +50,7 @@ def _amounts(text: str) -> str:
 
 
 def place_of(trace: TracebackType | None) -> str:
-    """Return what a rank was doing, by a traceback: "forward of layer 3 (LlamaMLP)"; "" where it did not train."""
+    """Return what a rank was doing, from a traceback: "forward of layer 3 (LlamaMLP)"; "" if it was not training."""
     phase, modules = "", list[nn.Module]()
     while trace is not None:
         name, owner = trace.tb_frame.f_code.co_name, trace.tb_frame.f_locals.get("self")

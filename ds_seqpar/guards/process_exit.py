@@ -1,16 +1,17 @@
-"""What happens when a rank ends: which rank prints an error that many raise, and what the interpreter waits for.
+"""The end of a rank: which rank prints an error that many raise, and what the interpreter waits for.
 
-If every rank printed it, the sentence would be lost among its copies and frames of libraries. So the first rank that
-has not caught it writes it into the store, and prints it with the frames of the user's own files, the sentence last.
-Ranks that raise the same, or lose a connection then, wait until it is printed and print nothing. Where they write to
-another place, they name the rank that says it. While ranks cannot communicate yet, rank 0 prints it whole, and others
-their sentence. The error is whole on every rank, for callers that catch it. An excepthook does that, which calls the
-hook that was there before. DS_SEQPAR_TRACEBACK=full leaves all frames. torchrun's summary quotes the sentence.
+If every rank printed the error, its sentence would be lost among copies and library frames. So the first rank that does
+not catch it writes it into the store, and prints it with the frames of the user's own files, the sentence last. Ranks
+that raise the same error, or lose a connection because of it, wait until it is printed and print nothing. If their
+stderr goes elsewhere, they name the rank that prints it. While ranks cannot communicate yet, rank 0 prints the whole
+error, and other ranks print their sentence. Callers that catch the error receive it whole on every rank. An excepthook
+does this; it calls the previous hook. DS_SEQPAR_TRACEBACK=full keeps all frames. torchrun's summary quotes the
+sentence.
 
-Gloo's threads drop the tensors of finished operations, for which they need the interpreter's lock. If a thread waits
-for that lock when the interpreter ends, the process aborts, whatever its exit code was to be: "terminate called without
-an active exception", with torch 2.13. Destroying groups would not help: a group's threads are joined when nothing
-refers to it any more, and DeepSpeed keeps groups of its own.
+Gloo's threads need the interpreter's lock to drop the tensors of finished operations. If a thread waits for the lock
+when the interpreter ends, the process aborts regardless of its exit code: "terminate called without an active
+exception", with torch 2.13. Destroying groups would not help: a group's threads are joined only when nothing refers to
+the group, and DeepSpeed keeps its own groups.
 """
 
 from __future__ import annotations
@@ -62,21 +63,20 @@ class Ended(NamedTuple):
     sentence: str
 
     def tells_of(self, other: Ended) -> bool:
-        """Return whether both errors are the same, or one quotes the other."""
+        """Return whether both errors are the same or one quotes the other."""
         (_, _, own), (_, _, others) = self.sentence.partition(": "), other.sentence.partition(": ")
         return own in others or others in own
 
 
 def ended() -> Ended | None:
-    """Return the first error that ended a rank; None where there was none, or the store has ended too."""
+    """Return the first error that ended a rank; None if there was none, or if the store has ended too."""
     text = ask_store(lambda store: store.get(ENDED) if store.check([ENDED]) else None)
     return Ended(*json.loads(text)) if text else None
 
 
 def _print(before: Callable, kind: type, error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error, unless another rank does. The launcher may end all ranks once one has ended.
-
-    A lost connection that torch has met, as in DDP's broadcast or a collective of the user's, is said in our words.
+    """Print an error, unless another rank does. The launcher may end all ranks as soon as one has ended. If torch lost
+    a connection, for example in DDP's broadcast or a user's collective, the message uses our wording.
     """
     ours, lost, is_up = isinstance(error, SeqParError), is_lost(error), dist.is_initialized()
     if not isinstance(error, Exception) or not (ours or is_up):
@@ -106,12 +106,12 @@ def _print(before: Callable, kind: type, error: BaseException, trace: TracebackT
 
 
 def print_once(error: SeqParError, line: str) -> None:
-    """Print a line for an error that ends the ranks, on the first rank of those that raise it."""
+    """Print a line for an error that ends the ranks, on the first rank that raises it."""
     _print(lambda *_: print(line, file=sys.stderr), type(error), error, None)
 
 
 def _was_printed() -> bool:
-    """Return whether the first error is printed by now, or soon; False where its rank has ended before that."""
+    """Return whether the first error is printed by now or soon; False if its rank has ended before that."""
     return bool(ask_store(lambda store: store.wait([PRINTED], PRINT_TIMEOUT) or True))
 
 
@@ -119,7 +119,7 @@ _store: Any = None  # a connection of its own to the job's store: another thread
 
 
 def ask_store(ask: Callable[[Any], Returned]) -> Returned | None:
-    """Return what `ask` returns of the job's store; None where that has ended with its rank, or never was."""
+    """Return the result of `ask` on the job's store; None if the store has ended with its rank or never existed."""
     try:
         server = _store
         while hasattr(server, "underlying_store"):
@@ -135,7 +135,7 @@ def ask_store(ask: Callable[[Any], Returned]) -> Returned | None:
 
 
 def _who_is_gone() -> str:
-    """Return a clause that names the ranks whose processes have ended, as far as this host can see."""
+    """Return a clause that names the ranks whose processes are known to have ended on this host."""
 
     def ask(store: Any) -> list[int]:
         until = time.monotonic() + EXIT_TIMEOUT
@@ -159,9 +159,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _shortened(error: BaseException) -> TracebackType | None:
-    """Return the error's traceback with the frames of the user's files only; those of its causes are cut alike.
-
-    What the backend said of a lost connection is in our sentence.
+    """Return the error's traceback with only the frames of the user's files; its causes are shortened in the same way.
+    Our sentence already contains the backend's message about a lost connection.
     """
     if os.environ.get("DS_SEQPAR_TRACEBACK") == "full":
         return error.__traceback__
@@ -189,13 +188,13 @@ def is_of_library(frame: FrameType) -> bool:
 
 
 def _place_of_stderr() -> str:
-    """Return an identifier of stderr's file, pipe or terminal: the same for ranks whose launcher gives them one."""
+    """Return an identifier of stderr's file, pipe or terminal: the same for ranks that share it."""
     status = os.fstat(2)
     return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
 
 
 def _write_error_file(sentence: str, late: bool) -> None:
-    """Write what torchrun's summary says of this rank. late: whether other ranks' errors count as earlier."""
+    """Write this rank's file for torchrun's summary. late: whether other ranks' errors count as earlier."""
     message = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}
     with contextlib.suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "x") as file:
         json.dump({"message": {"message": sentence, "extraInfo": message}}, file)
@@ -208,7 +207,7 @@ IDLE_TIMEOUT = 5.0  # seconds, after which a thread that never gets the processo
 
 
 def wait_at_exit() -> None:
-    """Let the process end only once gloo's threads are idle, and set the excepthook. Call it before communication."""
+    """Let the process end only when gloo's threads are idle, and set the excepthook. Call it before communication."""
     global _store
     if not hasattr(sys.excepthook, "before"):
         hook: Any = functools.partial(_print, sys.excepthook)
@@ -231,10 +230,9 @@ def wait_at_exit() -> None:
 
 
 def wait_until_idle() -> None:
-    """Return once no thread of gloo's has run, or waited for the interpreter's lock, for a while.
-
-    It returns after `IDLE_TIMEOUT` at the latest. A thread that waits for the lock wakes up every switch interval,
-    which its counters show. It gets the lock while this function sleeps.
+    """Return when no gloo thread has run or waited for the interpreter's lock for a while. It returns after
+    `IDLE_TIMEOUT` at the latest. A thread that waits for the lock wakes up every switch interval, which its counters
+    show, and gets the lock while this function sleeps.
     """
     deadline, previous = time.monotonic() + IDLE_TIMEOUT, None
     while os.path.isdir(TASKS) and time.monotonic() < deadline:  # Linux
@@ -246,21 +244,21 @@ def wait_until_idle() -> None:
 
 
 def gone(store: Any, ranks: Iterable[int]) -> list[int]:
-    """Return the ranks whose processes have ended, as far as this host can see."""
+    """Return the ranks whose processes are known to have ended on this host."""
     known = [rank for rank in ranks if store.check([f"{WHERE}{rank}"])]
     return [rank for rank in known if has_ended(*json.loads(store.get(f"{WHERE}{rank}")))]
 
 
 def has_ended(host: str, process: int) -> bool:
-    """Return whether a process has ended; False where it is on another host, or the system is not Linux."""
+    """Return whether a process has ended; False if it is on another host or the system is not Linux."""
     here = host == socket.gethostname() and os.path.isdir(TASKS)
     return here and state_of_thread(process, process)[:1] in ("", "Z")
 
 
 def state_of_thread(thread: object, process: object = "self", name: str = "") -> str:
-    """Return a thread's state, whose first letter is S where it sleeps, and how often it has left the processor.
+    """Return a thread's state, which begins with S if it sleeps, and how often it has left the processor.
 
-    Returns "" where it has ended, has another name than is asked for, or the system is not Linux.
+    Returns "" if it has ended, has another name, or the system is not Linux.
     """
     try:
         with open(f"/proc/{process}/task/{thread}/status") as file:

@@ -1,8 +1,8 @@
-"""Report communication that waits long, and explain communication that fails.
+"""Report long waits in communication, and explain communication that fails.
 
 A long wait for other ranks is reported by a line on stderr, once for each kind of wait.
-A thread checks the current waits every second, and does nothing else while none is long. A wait costs an entry in
-a dict, and at each of its steps an attribute that says whose message it needs next.
+A thread checks the current waits every second, and does nothing else while none is long. A wait costs a dict entry, and
+at each of its steps an attribute with the rank whose message it needs next.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ DESTROYED = (
 
 
 def is_up(group: dist.ProcessGroup | None) -> bool:
-    """Whether torch knows the group (None: the group of all ranks), which `destroy_process_group` ends."""
+    """Whether torch still has the group (None: the group of all ranks); `destroy_process_group` removes it."""
     return dist.is_initialized() and (group is None or compat.is_known(group))
 
 
 class explaining_failure(Communication):  # a class, since a generator would cost time at every transfer
     """A context that raises a failed communication as a CommunicationError.
 
-    Its sentence tells a rank that ended from one that did not take part; the backend's error is its cause. Destroyed
-    groups raise ConfigError. If the context lasts long, a line on stderr says which rank is waited for.
+    The message distinguishes a rank that ended from a rank that did not take part; the backend's error is the cause.
+    Destroyed groups raise ConfigError. If the context takes long, a line on stderr says which rank is waited for.
 
     Args:
-        what: what failed, the subject of the sentence.
+        what: what failed; the subject of the sentence.
         group: the ranks that must take part; None for this rank alone.
 
     Attributes:
-        since: when it began to wait.
+        since: the time when the wait began.
     """
 
     since = 0.0
@@ -93,7 +93,7 @@ class explaining_failure(Communication):  # a class, since a generator would cos
 
 
 def innermost() -> explaining_failure | None:
-    """Return the current wait."""
+    """Return the innermost current wait."""
     return next(reversed([*_now.values()]), None)
 
 

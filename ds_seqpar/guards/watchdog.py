@@ -1,15 +1,15 @@
 """Detect ranks that wait too long for others, and write one report of what each rank does.
 
-A thread on each rank looks at the thread that communicates, once a second or so. That one waits for other ranks if it
-is in a `Wait` of ours, or in a function of torch.distributed's and has slept since the last look: Linux counts how
-often a thread leaves the processor. So ZeRO's collectives, barriers and accelerate's gathers are seen.
+A thread on each rank looks at the thread that communicates, once a second or so. That thread waits for other ranks if
+it is in one of our `Wait`s, or if it is in a function of torch.distributed and has slept since the last look; Linux
+counts how often a thread leaves the processor. So ZeRO's collectives, barriers and accelerate's gathers are covered.
 
 A rank that has waited too long raises the alarm in the job's store. Every rank then writes its state there, whether it
-waits or not. The rank of the alarm joins the states, and all ranks read the result. The thread has a connection of its
-own to the store, since the main thread may block the other.
+waits or not. The rank that raised the alarm combines the states, and all ranks read the result. The thread has its own
+connection to the store, since the main thread may block the other one.
 
-A rank that ends while others make a group is not noticed by torch: they try to reach it until the group's timeout. So
-the second look at such a wait raises the alarm if a process of this host has ended.
+torch does not notice a rank that ends while others make a group: they try to reach it until the group's timeout. So the
+second look at such a wait raises the alarm if a process on this host has ended.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class State(NamedTuple):
 
     Attributes:
         words: What it does, without its subject.
-        call: What it waits in; "" where it does not wait.
-        at: Where it is in an attention call: the number of an instruction.
+        call: The call in which it waits; "" if it does not wait.
+        at: Its position in an attention call: the number of an instruction.
     """
 
     words: str
@@ -81,9 +81,9 @@ class State(NamedTuple):
 
 
 def report(states: Mapping[int, State], seconds: float) -> tuple[str, str]:
-    """Return (a line for all ranks that do the same, the sentence that names first whom the others wait for).
+    """Return (lines for groups of ranks that do the same, a sentence that starts with the ranks waited for).
 
-    These are ranks that do not wait, then ranks in a call that few are in, then ranks that have not come far.
+    First come ranks that do not wait, then ranks in a call with few ranks, then ranks that are least far in a call.
     """
     calls = Counter(state.call for state in states.values())
     alike: dict[str, list[int]] = {}
@@ -101,7 +101,7 @@ def report(states: Mapping[int, State], seconds: float) -> tuple[str, str]:
 
 
 class Launched(NamedTuple):
-    """A walk that has ended on the host, and may not have on the device. It refers to no tensor."""
+    """A walk that has ended on the host, but perhaps not on the device. It does not refer to any tensors."""
 
     event: Any  # of the device, at its end
     program: Program
@@ -111,11 +111,11 @@ class Launched(NamedTuple):
 
 
 class Watched(Observer):
-    """Keeps the watchdog running as long as a SequenceParallel holds it; the longest timeout counts.
+    """Keeps the watchdog running as long as a SequenceParallel holds it. The longest timeout applies.
 
     Attributes:
-        walk: The walk that runs.
-        launched: Those that nobody has seen to end on the device, the oldest first.
+        walk: The current walk.
+        launched: Walks that are not known to have ended on the device, the oldest first.
     """
 
     walk: Walk | None = None
@@ -145,7 +145,7 @@ class Watched(Observer):
         self.launched.append(Launched(event, program, self.calls.current, comm, batches))
 
     def oldest_open(self) -> Launched | None:
-        """Return the first walk that the device has not come to the end of."""
+        """Return the first walk that the device has not finished."""
         with contextlib.suppress(RuntimeError):  # the device has failed, as its next user is told
             while self.launched and self.launched[0].event.query():
                 self.launched.popleft()
@@ -157,7 +157,7 @@ _dog: _Watchdog | None = None
 
 
 def watch(config: SequenceParallelConfig, calls: Calls) -> list[Observer]:
-    """Watch this rank while anybody holds what this returns. Call it once ranks can communicate."""
+    """Watch this rank as long as the returned object is held. Call it once ranks can communicate."""
     global _dog
     if groups.all_ranks().size() == 1:
         return []
@@ -177,7 +177,7 @@ def watch(config: SequenceParallelConfig, calls: Calls) -> list[Observer]:
 
 @functools.cache
 def _show_waits() -> None:
-    """Make waits for torch's works and futures, which are in C++, visible as frames of this file."""
+    """Make waits for torch's works and futures, which happen in C++, visible as frames of this file."""
     for waited_for in (dist.Work, compat.Future):
 
         def wait(self: Any, *args: Any, of_torch: Any = waited_for.wait, **kwargs: Any) -> Any:
@@ -190,8 +190,8 @@ class _Clock:
     """How long the current wait has taken.
 
     Attributes:
-        mark: Identifies it; None where nothing is.
-        told: What a report has told of.
+        mark: Identifies the wait; None if there is none.
+        told: The wait that a report has described.
     """
 
     mark: Any = None
@@ -203,7 +203,7 @@ class _Clock:
         self.mark = mark
 
     def is_at(self, seconds: float) -> bool:
-        """Return whether it has taken so long, and no report has told of it."""
+        """Return whether the wait has taken this long and no report has described it."""
         return self.seconds >= seconds and self.mark != self.told
 
 
@@ -211,11 +211,11 @@ class _Watchdog(threading.Thread):
     """The watchdog of one rank.
 
     Attributes:
-        users: Who wants to be watched.
+        users: The objects that keep it running.
         near: The ranks of this host.
-        number: How many alarms the job had.
+        number: Number of alarms in the job.
         host: The wait of the thread that communicates.
-        device: The walk that the device has to end next, if the host has ended it.
+        device: The wait for the walk that the device must end next, if the host has ended that walk.
     """
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ class _Watchdog(threading.Thread):
         return waits.is_up(None) and self.group() is groups.all_ranks()
 
     def stop(self) -> None:
-        """Make the thread leave the store before the interpreter ends, because the process would abort otherwise."""
+        """Make the thread leave the store before the interpreter ends; otherwise the process would abort."""
         self.at_exit.set()
         self.join(ANSWER)
 
@@ -269,14 +269,14 @@ class _Watchdog(threading.Thread):
             self.number += 1
 
     def limit(self) -> float:
-        """Return how long the current wait must take: "auto" is more patient with groups that have longer timeouts."""
+        """Return how long the current wait may take: "auto" allows more for groups with longer timeouts."""
         wait, of_torch = waits.innermost(), (x.f_locals.get("group") for x in _frames()[:3])
         group = next((x for x in of_torch if isinstance(x, dist.ProcessGroup)), None) if wait is None else wait.group
         is_auto = any(user.is_auto for user in self.users)
         return max(self.seconds, groups.timeout(group).total_seconds() / 2) if is_auto else self.seconds
 
     def answer(self) -> None:
-        """Write this rank's state, and read the report, which is written by the rank that raised the alarm."""
+        """Write this rank's state, and read the report of the rank that raised the alarm."""
         writer = int(self.store.get(self.key("alarm")))
         stuck = self.device.mark if self.device.seconds >= self.seconds / 2 else None
         walk = next((user.walk for user in self.users if user.walk is not None), None)
@@ -320,7 +320,7 @@ class _Watchdog(threading.Thread):
         return State(f"{words} (process {pid} on {host})")
 
     def end(self, sentence: str) -> None:
-        """End the process with the report's sentence as its error, which one rank prints."""
+        """End the process with the report's sentence as its error. One rank prints it."""
         faulthandler.dump_traceback_later(END, exit=True)
         for place in ("ready", "told"):  # all ranks know why connections are lost, before one is
             with contextlib.suppress(RuntimeError):  # the rank that has the store did not wait for this one
@@ -345,14 +345,14 @@ def _frames() -> list[FrameType]:
 
 
 def _slept() -> str:
-    """Return that thread's state, as `state_of_thread` does."""
+    """Return that thread's state, as in `state_of_thread`."""
     thread = _thread()
     # after os.fork() Python's native_id is still that of the parent's thread
     return process_exit.state_of_thread(os.getpid() if thread is threading.main_thread() else thread.native_id)
 
 
 def _mark() -> Any:
-    """Return what identifies the wait that this rank is in; None where it is in none."""
+    """Return an identifier of this rank's current wait; None if there is none."""
     wait, frames = waits.innermost(), _frames()
     if wait is None and not _waits(frames):
         return None
@@ -366,7 +366,7 @@ def _makes_a_group(frames: list[FrameType]) -> bool:
 
 
 def _waits(frames: list[FrameType]) -> bool:
-    """Return whether a thread is where it waits for ranks in calls of others, if it sleeps."""
+    """Return whether a sleeping thread, at this place, waits for ranks in calls of other libraries."""
     if not frames:
         return False
     code = frames[0].f_code
@@ -376,7 +376,7 @@ def _waits(frames: list[FrameType]) -> bool:
 
 
 def _state(walk: Walk | None, call: Any = None, stuck: Launched | None = None) -> State:
-    """Return what this rank does, in a walk of a call. stuck: a walk that its device does not come to the end of."""
+    """Return what this rank does, within a walk of a call. stuck: a walk that its device does not finish."""
     frames, wait = _frames(), waits.innermost()  # which go on meanwhile
     if stuck is not None:  # which came before whatever the host does
         return State(_on_device(stuck), "a walk on the device")

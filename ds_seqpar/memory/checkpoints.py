@@ -1,10 +1,9 @@
 """Checkpoints in which attention runs once: the first run saves what attention returns, and the second replays it.
 
-So attention's forward, and all that it sends, happens once a step (DistFlashAttn, section 3.3).
-
-A checkpoint runs a function, frees the tensors that it made, and runs it again once gradients are asked for. Saved
-results are matched to calls of attention by the order of the calls alone. So any kind of checkpoint will do, and
-operations around attention may differ between the two runs.
+So attention's forward, with everything that it sends, runs once per step (DistFlashAttn, section 3.3). A checkpoint
+runs a function, frees the tensors that it made, and runs it again when gradients are needed. Saved results are matched
+to calls of attention only by the order of the calls. So any kind of checkpoint works, and operations around attention
+may differ between the two runs.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Replay(seam.Replay):
         self.runs, self.store = 0, store  # runs: how often the function was run
 
     def pack(self, result: Tensors) -> list[HostTensor | Tensor]:
-        """Return the tensors of a result without their graph, in host memory where there is a store."""
+        """Return the tensors of a result without their graph, in host memory if there is a store."""
         pack = (lambda x: x) if self.store is None else self.store.pack
         return [pack(x.detach()) for x in result]  # the caller's tensors become part of a graph
 
@@ -60,7 +59,7 @@ class Replay(seam.Replay):
         return tuple(map(unpack, packed))
 
     def run(self, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
-        """Run the function. Attention inside of it finds this replay."""
+        """Run the function. Attention inside it finds this replay."""
         self.runs += 1
         self.which_run = "first run" if self.runs == 1 else "run again"
         if self.runs > 2:
@@ -74,7 +73,7 @@ class Replay(seam.Replay):
 
     @property
     def has_next(self) -> bool:
-        """Whether this is a later run, for which the next result was saved here."""
+        """Whether this is a later run whose next result was saved here."""
         return self.runs > 1 and bool(self.saved)
 
     @property
@@ -83,7 +82,7 @@ class Replay(seam.Replay):
         return self.has_next or (self.outer is not None and self.outer.replays_next)
 
     def next_result(self) -> Tensors | None:
-        """Return the next result, if it was saved, here or in a checkpoint around this one; else None."""
+        """Return the next result if it was saved here or in a checkpoint around this one, otherwise None."""
         if self.has_next:
             return self.unpack(self.saved.popleft())
         result = None if self.outer is None else self.outer.next_result()
@@ -110,13 +109,12 @@ class Replay(seam.Replay):
 
 
 class HeadChunkReplay(Replay):
-    """The results of attention in a function whose own backward runs it again, as that of head chunks does.
-
-    The function's caller saves the results, and passes them to the replay of the second run.
+    """The results of attention in a function whose own backward runs it again, as with head chunks. The function's
+    caller saves the results, and passes them to the replay of the second run.
 
     Args:
         results: of the first run; None: this is the replay of the first run.
-        checkpoint_saves: for the second run, that of the first run's replay.
+        checkpoint_saves: for the second run, the value from the first run's replay.
     """
 
     def __init__(self, results: Tensors | None = None, checkpoint_saves: bool = False) -> None:
@@ -134,10 +132,10 @@ class HeadChunkReplay(Replay):
 
 
 class HeadChunkResults:
-    """A stack of head chunks' results, for a backward that runs head chunks again inside of a checkpointed function.
+    """A stack of head chunks' results, for a backward that runs head chunks again inside a checkpointed function.
 
-    It is filled in the function's second run alone, just before backward. The results are copied to host memory where
-    the checkpoint's are. Backward takes the last head chunk first, so that the one before it is fetched meanwhile.
+    It is filled only in the function's second run, just before backward. The results are copied to host memory if the
+    checkpoint's results are. Backward takes the last head chunk first, and meanwhile the previous one is fetched.
     """
 
     def __init__(self, replay: Replay) -> None:
@@ -146,7 +144,7 @@ class HeadChunkResults:
 
     @classmethod
     def in_checkpoint(cls) -> HeadChunkResults | None:
-        """Return a stack of the checkpointed function that runs now; None outside of one."""
+        """Return a stack for the checkpointed function that runs now; None outside a checkpoint."""
         replay = current()
         return None if replay is None else cls(replay)
 
@@ -160,7 +158,7 @@ class HeadChunkResults:
         return self.replay.unpack(self.replay.head_chunk_results[self.number].pop())
 
     def on_device(self) -> list[Any]:
-        """Return the results still on the stack, to be changed in place; empty where they are in host memory."""
+        """Return the results still on the stack, to be changed in place; empty if they are in host memory."""
         return self.replay.head_chunk_results[self.number] if self.replay.store is None else []
 
 
@@ -178,7 +176,7 @@ def replaying(
     Args:
         function: what the checkpoint runs.
         store: host memory for what is saved; None leaves it on the device.
-        saves: False saves nothing, but attention knows that it is checkpointed.
+        saves: if False, nothing is saved, but attention is marked as checkpointed.
     """
     replay = Replay(saves, store)
 
@@ -190,10 +188,10 @@ def replaying(
 
 
 def current() -> Replay | None:
-    """Return the replay of the innermost checkpoint around this call; None outside of one.
+    """Return the replay of the innermost checkpoint around this call; None outside a checkpoint.
 
-    Also None in a checkpoint of torch's own inside of ours. That one recomputes after ours has ended, and must then see
-    the same as in forward: no replay.
+    Also None in one of torch's own checkpoints inside ours. It recomputes after ours has ended, and must find no replay
+    in forward either.
     """
     found = _current.get()
     frame: FrameType | None = sys._getframe(1)

@@ -1,9 +1,10 @@
-"""Checkpoints in host memory: saved tensors are copied out while the next layers are computed, and in before backward.
+"""Checkpoints in host memory: saved tensors are copied out while the next layers are computed, and copied back before
+backward.
 
 On CUDA each direction has a stream. At most `PENDING_COPIES` tensors are kept on the device until their copies end, and
-one is copied in ahead of the one that is used. Host memory is pinned, and used again step after step. It is taken in
+one tensor is copied in ahead of the one in use. Host memory is pinned and reused in every step. It is allocated in
 pieces, since torch rounds pinned memory up to a power of two. On CPUs the same code copies into the same kind of pool,
-without streams. There it saves no memory, but it shows that what is copied in equals what was saved.
+without streams. This does not save memory, but it tests that the tensors copied back equal the saved ones.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class HostTensor:
         yield from zip(self.pieces, x.view(-1).view(torch.uint8).split(HOST_PIECE), strict=True)
 
     def empty(self) -> Tensor:
-        """Return an uninitialized tensor for it on its device."""
+        """Return an uninitialized tensor of the same form on its device."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def __del__(self) -> None:
@@ -112,7 +113,7 @@ class Store:
 
 
 class StreamingStore(Store):
-    """A store for a CUDA device: its copies run beside what is computed, each direction on a stream of its own."""
+    """A store for a CUDA device: its copies run in parallel with computation, each direction on its own stream."""
 
     pinned = True
 
@@ -149,12 +150,13 @@ class StreamingStore(Store):
         return x
 
     def _start_copy_in(self, packed: HostTensor) -> None:
-        """Start the copy, unless it was started ahead. It does not wait for what the compute stream has yet to do.
+        """Start the copy, unless it was started ahead. It does not wait for pending work on the compute stream.
 
-        That needs no wait, since the copy writes to memory of the `to_device` stream. torch's caching allocator has a
-        pool of memory for each stream. A tensor's memory returns to the pool of the stream that was current when it was
-        made. If `record_stream` has named another stream, it returns only after an event of that stream, which is
-        recorded when the tensor is freed. So whatever the allocator returns here, no other stream still uses.
+        No wait is needed, since the copy writes to memory of the `to_device` stream. torch's caching allocator has a
+        pool of memory for each stream. A tensor's memory returns to the pool of the stream that was current when the
+        tensor was made. If `record_stream` has named another stream, the memory returns only after an event of that
+        stream, which is recorded when the tensor is freed. So no other stream still uses the memory that the allocator
+        returns here.
         """
         if packed.on_device is not None:
             return

@@ -1,5 +1,4 @@
-"""The functions of torch that can run on a rank's shard of a whole tensor, and their rules. Any other function needs
-the whole.
+"""Rules for the torch functions that can run on a rank's shard of a whole tensor. Any other function needs the whole.
 
 A rule takes an operator and its arguments by name. It returns the operator's result, or None if it needs the whole.
 """
@@ -18,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _by_element(func: Any, arguments: dict[str, Any]) -> Any:
-    """Run operators that compute each element from those at the same place of all arguments."""
+    """Run operators that compute each element from the arguments' elements at the same place."""
     like = next(x for x in wholes(arguments) if x._gathered is None)
     if not all(_can_be_sharded_like(x, like) for x in tree_leaves(arguments) if isinstance(x, Tensor)):
         return None
@@ -41,7 +40,7 @@ def _by_token(func: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _reshaped(func: Any, arguments: dict[str, Any]) -> Any:
-    """Reshape, where rows and tokens stay, become one dim, or become two again."""
+    """Reshape, if rows and tokens stay as they are, become one dim, or become two dims again."""
     x, size = arguments["self"], list(arguments.get("size", ()))
     if -1 in size:
         others = -torch.Size(size).numel()
@@ -65,10 +64,8 @@ def _new(func: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _nll_loss(func: Any, arguments: dict[str, Any]) -> Any:
-    """Compute the negative log likelihood.
-
-    By it cross entropy picks each token's loss from its log-probabilities (rows * tokens, classes). One number a token
-    is gathered for the sum or the mean, and no class.
+    """Compute the negative log likelihood, by which cross entropy picks each token's loss from its log-probabilities
+    (rows * tokens, classes). For the sum or the mean, only one number per token is gathered.
     """
     x, reduction = arguments["self"], arguments["reduction"]
     if (
@@ -108,7 +105,7 @@ def _on_shards(func: Any, arguments: dict[str, Any], like: WholeTensor) -> Any:
 
 
 def _can_be_sharded_like(x: Tensor, like: WholeTensor) -> bool:
-    """Whether every rank can shard x like `like`: x has the same rows and tokens, or is broadcast over them."""
+    """Whether every rank can shard x like `like`: x has the same rows and tokens, or broadcasts over them."""
     if isinstance(x, WholeTensor):
         return x.dim() == like.dim() and x.is_like(like)
     missing = like.dim() - x.dim()

@@ -1,4 +1,4 @@
-"""How a tensor of whole sequences is sharded over ranks, and how it is gathered from their shards."""
+"""How a tensor of whole sequences is sharded over ranks and gathered from their shards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ShardSpec:
         return dataclasses.replace(self, name=name)
 
     def is_like(self, other: ShardSpec) -> bool:
-        """Whether ranks have the same tokens in both."""
+        """Whether ranks have the same tokens in both specs."""
         return self.key == other.key and self.rows == other.rows
 
     @property
@@ -63,14 +63,14 @@ class ShardSpec:
         return whole.index_select(1, self._local(whole.device))
 
     def gathered(self, shard: Tensor) -> Tensor:
-        """Return the whole tensor (rows, tokens, ...) of all ranks' shards. Collective over ranks of the sequence.
+        """Return the whole tensor (rows, tokens, ...) from all ranks' shards. Collective over ranks of the sequence.
 
         Args:
             shard: (rows or 1, local tokens, ...), this rank's shard.
 
         Raises:
-            DisagreementError: on all these ranks, if one of them makes another call.
-            CommunicationError: if one of them makes no call.
+            DisagreementError: on all of these ranks, if one makes another call.
+            CommunicationError: if one of them does not make the call.
         """
         shape = (self.rows, self.tokens, *shard.shape[2:])
         call = f"gather of whole {self.name}, which all ranks must make"
@@ -90,11 +90,11 @@ class ShardSpec:
     ) -> tuple[ShardSpec, Tensor]:
         """Return the ShardSpec of some rows and tokens, and the indices of those tokens in this rank's shard.
 
-        Without `joined` a shard has all rows, and the caller slices these.
+        Without `joined`, a shard has all rows, and the caller slices them.
 
         Args:
             rows: which rows.
-            tokens: which tokens of each; their numbers ascend.
+            tokens: which tokens of each row, in ascending order.
             device: where the indices are needed.
         """
         chosen = range(self.rows)[rows], tokens if isinstance(tokens, tuple) else range(self.tokens)[tokens]
@@ -117,7 +117,7 @@ class ShardSpec:
         return self.sp.held(self.tokens, self.placement or self.sp.place(self.tokens), rank)
 
     def _narrowed(self, rank: int) -> Tensor:
-        """Return for each token that a rank has of the wider tensor its position here; -1: it is not here."""
+        """Return the position here of each token that a rank has of the wider tensor; -1 if it is not here."""
         assert self.narrowed_from is not None
         wide, rows, tokens = self.narrowed_from
         positions = wide._positions(rank)
@@ -130,7 +130,7 @@ class ShardSpec:
 
 
 def _index_in(chosen: Chosen, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each number among those chosen, and whether it is in there."""
+    """Return the index of each number among the chosen ones, and whether it is one of them."""
     if isinstance(chosen, tuple):
         numbers = torch.tensor(chosen, device="cpu")
         index = torch.searchsorted(numbers, x).clamp(max=len(chosen) - 1)

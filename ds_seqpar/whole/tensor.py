@@ -1,11 +1,11 @@
 """Tensors of whole sequences whose tokens stay on the ranks that computed them, until their values are read.
 
-To its user a `WholeTensor` is the whole tensor. It has the whole's shape, and every function of torch returns what it
-would return for the whole, gradients included. Inside it holds this rank's shard. Functions that work token by token
-run on the shard and return another WholeTensor: conversions, arithmetic, softmax, slices of rows and tokens. Any other
-function gathers the whole first, once, from all ranks of the sequence.
+To its user a `WholeTensor` is the whole tensor. It has the whole tensor's shape, and every torch function returns the
+same result as for the whole, gradients included. Internally it holds this rank's shard. Functions that work token by
+token run on the shard and return another WholeTensor: conversions, arithmetic, softmax, slices of rows and tokens. Any
+other function gathers the whole first, once, from all ranks of the sequence.
 
-All ranks of a sequence compute the same from the whole, so each gets the whole gradient. Backward takes this rank's
+All ranks of a sequence compute the same from the whole, so each receives the whole gradient. Backward takes this rank's
 shard of it, times the number of ranks of the sequence, because gradients are averaged over all ranks of the job.
 """
 
@@ -34,7 +34,7 @@ RULES: dict[str, Rule] = {}  # by the operator's name; filled by rules.py
 
 
 class WholeTensor(Tensor):
-    """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank holds a shard."""
+    """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat; this rank holds a shard of it."""
 
     shard: Tensor  # (1 or rows, local tokens, ...), without autograd
     shard_spec: ShardSpec  # which rank has which tokens
@@ -58,14 +58,14 @@ class WholeTensor(Tensor):
 
     @property
     def placement(self) -> BatchLayout | None:
-        """The batch's placement, for `sp.gather` and `sp.shard`; None where the configured layout says everything."""
+        """The batch's placement, for `sp.gather` and `sp.shard`; None if the configured layout is enough."""
         return self.shard_spec.placement
 
     @property
     def local(self) -> Tensor:
         """This rank's shard, (rows, local tokens, ...), or (1, local tokens, ...) where rows lie end to end.
 
-        It has gradients. Compute a loss of it on every rank, and add them up by `sp.sum_over_ranks`.
+        It has gradients. Compute a loss from it on every rank, and add up the losses with `sp.sum_over_ranks`.
         """
         return _Local.apply(self)
 
@@ -74,7 +74,7 @@ class WholeTensor(Tensor):
         return _Gathered.apply(self)
 
     def gathered(self) -> Tensor:
-        """Return the whole as a plain tensor, without gradients. The first call is collective like that of `whole`."""
+        """Return the whole as a plain tensor, without gradients. The first call is collective, as for `whole`."""
         if self._gathered is None:
             whole = self.shard_spec.gathered(self.shard)
             self._gathered = whole.flatten(0, 1) if self.flat else whole
@@ -86,7 +86,7 @@ class WholeTensor(Tensor):
         return 1 if self.flat else 2
 
     def is_like(self, other: WholeTensor) -> bool:
-        """Whether each rank has the same tokens of both, and both are flat or neither."""
+        """Whether each rank has the same tokens of both, and both or neither are flat."""
         return self.shard_spec.is_like(other.shard_spec) and self.flat == other.flat
 
     @classmethod
@@ -129,9 +129,8 @@ class WholeTensor(Tensor):
 
 
 def whole_of(shard: Tensor, shard_spec: ShardSpec) -> WholeTensor:
-    """Return the WholeTensor of all ranks' shards, with gradients.
-
-    It communicates where its values are read, and in backward.
+    """Return the WholeTensor of all ranks' shards, with gradients. It communicates when its values are read, and in
+    backward.
 
     Args:
         shard: (rows, local tokens, ...), or (1, local tokens, ...) where rows lie end to end.
@@ -213,8 +212,7 @@ class _Gathered(Function):
 class _Local(Function):
     """WholeTensor -> this rank's shard.
 
-    Its backward divides by the number of ranks. `sum_over_ranks` has multiplied by it already, and `_FromShard` will
-    again.
+    Its backward divides by the number of ranks, because both `sum_over_ranks` and `_FromShard` multiply by it.
     """
 
     @staticmethod
@@ -229,7 +227,7 @@ class _Local(Function):
 
 
 class _Narrowed(Function):
-    """WholeTensor -> a slice of its rows and tokens, of which each rank keeps those that it has."""
+    """WholeTensor -> a slice of its rows and tokens; each rank keeps the tokens that it has."""
 
     @staticmethod
     def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
@@ -248,7 +246,7 @@ class _Narrowed(Function):
 
 
 def _sliced(x: Any, index: Any) -> Any:
-    """Return x[index] without communication, if the index takes rows and tokens by slices or numbers; else None."""
+    """Return x[index] without communication if slices or numbers select its rows and tokens, otherwise None."""
     if not isinstance(x, WholeTensor) or x.flat or x._gathered is not None:
         return None
     index = list(index) if isinstance(index, tuple) else [index]
@@ -271,7 +269,7 @@ def _sliced(x: Any, index: Any) -> Any:
 
 
 def _as_slice(index: Any, size: int) -> slice | None:
-    """Return the slice that takes what a slice or a number takes; None for any other index."""
+    """Return a slice or a number as a slice; None for any other index."""
     if isinstance(index, slice) and (index.step is None or index.step > 0):
         return index
     if type(index) is int and -size <= index < size:
@@ -280,7 +278,7 @@ def _as_slice(index: Any, size: int) -> slice | None:
 
 
 def _check_change(x: Any) -> None:
-    """Raise InputError for a piece, or a tensor with pieces: they share no memory, so a change would stay in one."""
+    """Raise InputError for a piece or a tensor with pieces: they do not share memory, so only one would change."""
     if isinstance(x, WholeTensor) and (x.is_piece or any(piece() is not None for piece in x.pieces)):
         raise InputError(
             "a view or a slice of a model's whole output cannot be changed in place, nor a tensor that has one; got "
@@ -289,7 +287,7 @@ def _check_change(x: Any) -> None:
 
 
 def _refuse_change(x: Any) -> NoReturn:
-    """Raise InputError: a WholeTensor has no memory that could be resized or replaced."""
+    """Raise InputError: a WholeTensor does not own memory that could be resized or replaced."""
     raise InputError(
         "a model's whole output cannot get another shape or other memory in place, nor be an out=; got one of "
         f"{x.shard_spec.name}, make a new tensor"
@@ -311,7 +309,7 @@ def wholes(*arguments: Any) -> list[WholeTensor]:
 
 
 def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of an operator by name, with the defaults of those that were left out."""
+    """Return all arguments of an operator by name, with defaults for omitted ones."""
     defaults = {a.name: a.default_value for a in compat.schema(func).arguments if a.has_default_value()}
     return {**defaults, **{a.name: x for a, x in zip(compat.schema(func).arguments, args, strict=False)}, **kwargs}
 

@@ -167,7 +167,7 @@ def test_faults_are_named():
             (wrong_kernel(37), "kernels",
              {"kernels": ("cpu_flash, causal, 37 queries and 67 keys: out is 1.01 times",)}),
             (summing_in_bf16(), "sums", {"sums": ("not kept in fp32",)}),
-            (paced(1, 2, 0.04), "links", {"links": ("the link of ranks 1 and 2",)}),
+            (paced(1, 2, 0.2), "links", {"links": ("the link of ranks 1 and 2",)}),
             (dropping("forward"), "attention", {"attention, full":
              ("rank 2: forward: the product q(2)*kv(0) is left out, which CP rank 2 computes in step",)}),
             (dropping("backward"), "attention", {"attention, causal":

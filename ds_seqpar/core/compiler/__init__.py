@@ -1,1 +1,3 @@
-"""What is decided before anything runs: who holds which tokens, what is computed where when. Integers only."""
+"""Decisions made before anything runs: which rank holds which tokens, and what is computed where and when. Integers
+only.
+"""

@@ -1,7 +1,7 @@
-"""The compiler: from settings, mask and lengths to the program of one rank.
+"""The compiler: turns settings, mask and lengths into the program of one rank.
 
-Each stage is cached by what it depends on. The structure of a program says what is computed and moved in which order,
-and in which slots. It depends on which blocks meet; under a causal or full mask no length changes that. The lengths
+Each stage is cached by its inputs. The structure of a program specifies what is computed and moved, in which order, and
+in which slots. It depends on which blocks meet; under a causal or full mask lengths do not affect that. The lengths
 determine the tokens of slots and the tiles of products.
 """
 
@@ -34,7 +34,7 @@ Arguments = ParamSpec("Arguments")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The settings that plans are made from, for any mask and lengths."""
+    """The settings from which plans are made, for any mask and lengths."""
 
     schedule: Schedule
     topology: Topology
@@ -47,13 +47,13 @@ class Recipe:
         return self.topology.size(*self.topology.cp_axes)
 
     def moving_side(self, direction: str, block_mask: BlockMask, sizes: Mapping[str, int]) -> str:
-        """Return the side that moves: the side that is set, or the one that "auto" chooses.
+        """Return the side that moves: the configured one, or the one that "auto" chooses.
 
         "auto" chooses the side with which the busiest rank receives the fewest bytes. If two sides tie, it is the
         schedule's first side under a plain block mask, and otherwise the side with the smaller total over all ranks.
 
         Args:
-            sizes: bytes of a token of each kind; all blocks of a side count as equally long.
+            sizes: bytes of a token of each kind; all blocks of a side are assumed to be equally long.
         """
         chosen, sides = self.forward if direction == "forward" else self.backward, self.schedule.moving_sides
         if chosen != "auto" or len(sides) == 1:
@@ -68,8 +68,8 @@ class Recipe:
     ) -> list[float]:
         """Return the bytes that each rank receives.
 
-        Without a block mask, or if the schedule cannot count with one, these are the bytes for all products that the
-        schedule can compute. `sizes` has the bytes of a block of each kind.
+        Without a block mask, or if the schedule cannot take one into account, these are the bytes for all products that
+        the schedule can compute. `sizes` contains the bytes of a block of each kind.
         """
         if block_mask:
             steps = self.schedule.build(self.topology, block_mask, direction, moving_side)
@@ -79,7 +79,7 @@ class Recipe:
         return self.schedule.received(axes, direction, moving_side, sizes)
 
     def plan(self, direction: str, block_mask: BlockMask, shape: Shape) -> Plan:
-        """Return the plan of all ranks. Raise ConfigError if the schedule has none for the visible blocks."""
+        """Return the plan of all ranks. Raise ConfigError if the schedule does not have one for the visible blocks."""
         sizes = shape.bytes_per_token(direction)
         return _plan(self, direction, block_mask, self.moving_side(direction, block_mask, sizes), tuple(sizes.items()))
 
@@ -115,7 +115,7 @@ def _plan(
 
 
 def _kept(method: Callable[Concatenate[Any, Arguments], T]) -> Callable[Concatenate[Any, Arguments], T]:
-    """Cache a method's results in its object's `results`; a cache of bound methods would hold the object in a cycle."""
+    """Cache a method's results in its object's `results`; a cache of bound methods would create a reference cycle."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -134,7 +134,7 @@ class BoundProgram:
     Args:
         shapes: for each head chunk, the shape of its inner tensors.
         support: what the kernel supports.
-        heads: which Ulysses rank has which heads, in which head chunk.
+        heads: the heads of each Ulysses rank in each head chunk.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class BoundProgram:
 
     @_kept
     def most_keys(self) -> int:
-        """Return how many keys the launch with most of them has."""
+        """Return the number of keys of the launch with the most keys."""
         products = {(x.q, x.kv) for x in self.program.code if isinstance(x, Product)}
         return max((tile.k1 - tile.k0 for product in products for tile in self.launches(*product)), default=0)
 
@@ -168,7 +168,7 @@ class BoundProgram:
 
     @_kept
     def unit_size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
-        """Return (elements of a unit in this slot, bytes that it takes of the slot)."""
+        """Return (elements of a unit in this slot, bytes that it occupies in the slot)."""
         tokens, elements = self.tokens(kind, key), self._per_token[self.program.slots[slot].head_chunk][kind]
         return tokens * elements, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
 
@@ -177,12 +177,12 @@ class BoundProgram:
         return exchange_sizes(self.heads, exchange, self.shapes[exchange.head_chunk], self.shards, self.program.rank)
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
-        """Return the bytes that a unit takes of a slot."""
+        """Return the bytes that a unit occupies in a slot."""
         return self.unit_size(slot, kind, key)[1]
 
     @_kept
     def locations(self, slot: int, kind: str, key: Key) -> tuple[FieldLocation, ...]:
-        """Return the locations of a unit's tensors; the same object for units of the same number of tokens."""
+        """Return the locations of a unit's tensors; units with the same number of tokens share the object."""
         return self._locations(slot, self.tokens(kind, key))
 
     @_kept
@@ -199,7 +199,7 @@ class BoundProgram:
 
     @_kept
     def slot_bytes(self, slot: int) -> int:
-        """Return the bytes of a slot: those of its largest unit, whose blocks are stored one after the other."""
+        """Return the bytes of a slot, i.e. of its largest unit, whose blocks are stored one after the other."""
         kind, role, keys, _, exchange = self.program.slots[slot]
         if exchange:
             sizes = self.exchange_sizes(exchange)
@@ -212,7 +212,7 @@ class BoundProgram:
 class Compiler:
     """Compiles and caches the programs of one rank.
 
-    An inner program is that of one head chunk, without exchanges of heads. The program of a call has all head chunks
+    An inner program covers one head chunk, without exchanges of heads. The program of a call covers all head chunks
     with their exchanges. A bound program also has lengths.
 
     Args:
@@ -229,7 +229,7 @@ class Compiler:
     def bound_inner(
         self, direction: str, mask: Mask, shards: Shards, shape: Shape, support: KernelSupport = PLAIN_KERNEL
     ) -> BoundProgram:
-        """Return an inner program with lengths. `shape` is that of the inner tensors.
+        """Return an inner program with lengths. `shape` describes the inner tensors.
 
         Raises:
             ConfigError: if the schedule does not support this mask for these shards.
@@ -248,7 +248,7 @@ class Compiler:
         """Return the program of one call of attention, with lengths.
 
         Args:
-            local: the shape of this rank's local tensors, of all heads.
+            local: the shape of this rank's local tensors with all heads.
             lse: whether the lse is returned to the caller.
 
         Raises:
@@ -301,7 +301,7 @@ class Compiler:
 
 
 def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
-    """Return which pairs of blocks meet: some query of one block sees some key of the other."""
+    """Return which pairs of blocks meet, i.e. some query of one sees some key of the other."""
     q, kv = (
         [shards.runs(side, (block,)) for block in range(shards.size * shards.blocks_per_rank)] for side in ("q", "kv")
     )
@@ -316,7 +316,7 @@ def side_of(kind: str) -> str:
 
 
 def _cached(cache: OrderedDict[Hashable, T], cache_key: Hashable, make: Callable[[], T]) -> T:
-    """Return the entry of this key, created if missing; beyond CACHE_SIZE the one that was used longest ago goes."""
+    """Return the entry of this key, created if missing. Beyond CACHE_SIZE, the least recently used entry is evicted."""
     if cache_key not in cache:
         cache[cache_key] = make()
         if len(cache) > CACHE_SIZE:

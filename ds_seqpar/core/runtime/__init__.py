@@ -1,1 +1,1 @@
-"""What runs a program: kernels, transfers, process groups and the ops around them."""
+"""The runtime of a program: kernels, transfers, process groups and the ops around them."""

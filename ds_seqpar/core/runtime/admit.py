@@ -1,6 +1,5 @@
-"""Checks of attention's inputs, on this rank and then by guards, before anything is sent.
-
-Where a check takes `object`, a user may have passed anything.
+"""Checks of attention's inputs, on this rank and then by guards, before anything is sent. A check whose argument is
+`object` must accept anything that a user may pass.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ from .transport import TorchComm
 
 
 def mask_of(causal: bool, mask: Mask | None) -> Mask:
-    """Return the mask if it is not None, else the mask of `causal`, True or False. Any other `causal` is returned, for
-    a check to refuse."""
+    """Return the mask if it is not None, otherwise the mask for `causal`, True or False. Any other `causal` is returned
+    as it is, for a check to refuse.
+    """
     if mask is not None:
         return mask
     return {True: CAUSAL, False: FULL}[causal] if isinstance(causal, bool) else causal
@@ -42,7 +42,7 @@ COMPARED = "attention inputs"  # the name in messages of what ranks compare
 
 
 class AttentionOptions(NamedTuple):
-    """The arguments of a call of attention beside its tensors, as in `SequenceParallel.attention`."""
+    """The arguments of a call of attention other than its tensors, as in `SequenceParallel.attention`."""
 
     mask: Mask
     shards: UnevenShards | None  # None for the configured layout
@@ -70,16 +70,16 @@ class AdmittedCall(NamedTuple):
 def admitted_call(
     runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions, agreed: bool = False, parts: int = 1
 ) -> AdmittedCall:
-    """Check a call, and decide how it is computed. Collective, as `check_inputs` is, unless `agreed`.
+    """Check a call, and decide how it is computed. Collective like `check_inputs`, unless `agreed`.
 
     Args:
         runtime: The runtime of this rank.
         tensors: This rank's tokens, as `options.operator` takes them: q (B, s, Hq, D), k (B, t, Hkv, D) and v
             (B, t, Hkv, Dv).
         options: The other arguments of the call.
-        agreed: Whether the ranks have agreed on the inputs already.
-        parts: If above 1, the tensors hold the heads of one of so many head chunks, and the caller calls this for each
-            head chunk.
+        agreed: Whether the ranks have already agreed on the inputs.
+        parts: If above 1, the number of head chunks. The tensors hold the heads of one of them, and the caller calls
+            this for each.
     """
     agreement, compiling = None, torch.compiler.is_compiling()
     checkpoint = replay.NONE if compiling else replay.current()
@@ -106,7 +106,8 @@ def admitted_call(
 
 def _can_be_op(runtime: Runtime, tensors: Sequence[Any], options: AttentionOptions) -> bool:
     """Return whether attention can be an op of a compiled graph. It needs the right types, and heads that can be
-    distributed over Ulysses ranks and head chunks. All else is checked when the agreement runs."""
+    distributed over Ulysses ranks and head chunks. Everything else is checked when the agreement runs.
+    """
     operator = options.operator
     readable = all(isinstance(x, Tensor) and x.dim() == n for x, n in zip(tensors, operator.dims, strict=True))
     values = isinstance(options.mask, Mask) and isinstance(options.shards, UnevenShards | None)
@@ -136,8 +137,9 @@ def agreement_op(
     tensors: Sequence[Tensor], handle: int, mask: int, shards: int, scale: float | None, backward: bool, lse: bool,
     softcap: float | None, sinks: Tensor | None, operator: str,
 ) -> Tensor:  # fmt: skip
-    """Call `check_inputs` in a compiled graph. Returns an empty tensor, an argument of ops that must run
-    afterwards."""
+    """Call `check_inputs` in a compiled graph. Returns an empty tensor that ops take as an argument if they must run
+    afterwards.
+    """
     of = OPERATORS[operator]
     options = AttentionOptions(object_of(mask), shards_of(shards), scale, backward, lse, softcap, sinks, of)
     check_inputs(object_of(handle), tensors, options)
@@ -150,11 +152,12 @@ def _empty(tensors: Sequence[Tensor], *rest: object) -> Tensor:
 
 
 def check_inputs(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> None:
-    """Check the inputs of a call on this rank, and by guards, which compare them between ranks. Collective with those.
+    """Check the inputs of a call on this rank, and by guards, which compare them between ranks. Collective if there are
+    guards.
 
     Raises:
-        InputError, ConfigError, KernelError, DisagreementError: This rank got inputs that attention cannot take; with
-            guards on all ranks of the sequence, also where inputs or settings differ from those of its peers.
+        InputError, ConfigError, KernelError, DisagreementError: Attention cannot take this rank's inputs. With guards,
+            it is raised on all ranks of the sequence, and also if inputs or settings differ between them.
     """
     if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, in every process
         torch.compiler.disable(check_inputs)(runtime, tensors, options)
@@ -174,8 +177,9 @@ def check_inputs(runtime: Runtime, tensors: Sequence[Tensor], options: Attention
 
 
 def _key(tensors: Sequence[Any], options: AttentionOptions) -> tuple | None:
-    """Return all that the checks read but derivatives, so that inputs of equal keys pass the same checks. None if one
-    is nested, or is no plain tensor or parameter."""
+    """Return everything that the checks read except derivatives, so that inputs with equal keys pass the same checks.
+    None if an input is nested, or is not a plain tensor or parameter.
+    """
     tensors = [*tensors, *(() if options.sinks is None else (options.sinks,))]
     if not all(type(x) in (Tensor, Parameter) and not x.is_nested for x in tensors):  # some others have no shape
         return None
@@ -190,7 +194,7 @@ def _key(tensors: Sequence[Any], options: AttentionOptions) -> tuple | None:
 
 
 def _compared_fields(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> dict[str, object]:
-    """Return what must be the same on all ranks, by name. With uneven shards the lengths may differ."""
+    """Return by name the fields that must be the same on all ranks. With uneven shards, lengths may differ."""
     assert isinstance(runtime.comm, TorchComm)  # virtual ranks are in one process, and are not compared
     named = dict(zip(options.operator.inputs, tensors, strict=True))
     fields: dict[str, object] = {name: describe(x) for name, x in named.items()}
@@ -208,7 +212,7 @@ def _compared_fields(runtime: Runtime, tensors: Sequence[Tensor], options: Atten
 
 
 def attention_error(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> SeqParError | None:
-    """Return the reason why this rank cannot compute attention over these inputs as an error, or None if it can."""
+    """Return an error that says why this rank cannot compute attention over these inputs, or None if it can."""
     try:
         options.operator.check_options(options)
         operator, lengths_differ = options.operator, options.shards is not None
@@ -238,7 +242,7 @@ def check_arguments(
         mask: A Mask.
         scale: Factor of the scores.
         lengths_differ: Whether keys may have another length than q.
-        operator: What is to be computed.
+        operator: The operator to compute.
     """
     try:
         _check_settings(mask, scale)
@@ -286,15 +290,17 @@ def check_sinks(sinks: object, q: Tensor) -> None:
 
 
 def _is_positive(x: Any) -> bool:
-    """Return whether x is a number above 0 in fp32's range. A smaller one is 0 in a kernel, and 0 times a mask's -inf
-    is NaN; a larger one is infinity."""
+    """Return whether x is a positive number in fp32's range. A smaller number is 0 in a kernel, and 0 times a mask's
+    -inf is NaN; a larger one is infinity.
+    """
     fp32, is_real = torch.finfo(torch.float32), isinstance(x, numbers.Real) and not isinstance(x, bool)
     return is_real and bool(fp32.tiny <= x <= fp32.max)
 
 
 def check_shares(runtime: Runtime, tensors: Tensors, settings: CallSettings) -> None:
-    """Raise ConfigError, InputError or KernelError where heads, length, mask, program or kernel do not fit. The kernel
-    is checked here, where other ranks can still be told: its package may be installed on some ranks only."""
+    """Raise ConfigError, InputError or KernelError if heads, length, mask, program or kernel do not fit. The kernel is
+    checked here, while other ranks can still be told: its package may be missing on some ranks.
+    """
     (q, keys, *_), config = tensors, runtime.config
     check_heads(config.ulysses, q.shape[2], keys.shape[2], size=config.size, head_chunks=config.head_chunks)
     if settings.shards is None:

@@ -27,7 +27,7 @@ def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
     """Compute attention over the whole sequence for this rank's tokens of q. Differentiable, once.
 
     Returns:
-        (out, lse). out is (B, s, Hq, Dv); lse is (B, s, Hq), or None where the call does not ask for it.
+        (out, lse). out is (B, s, Hq, Dv); lse is (B, s, Hq), or None if the call does not request it.
     """
     forward = call.runtime.forward
     return returned(call, Attention.apply(call.runtime, call.settings, forward, call.sinks, *call.tensors))
@@ -50,8 +50,9 @@ def backward(
     do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor],
     shapes: Sequence[Sequence[int]], runtime: Runtime, settings: CallSettings,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute backward from what `save` saved. Returns the gradients of the operator's tensors, whose shapes these are,
-    and with sinks theirs."""
+    """Compute backward from what `save` saved. Returns the gradients of the operator's tensors, which have these
+    shapes, and of sinks, if any.
+    """
     operator, saves, inner = settings.operator, settings.saves, list(saved)
     local = {"do": do}
     for name in reversed(operator.parameters if saves.qkv else operator.inputs):
@@ -65,7 +66,7 @@ def save(
     ctx: Context, tensors: Tensors, sinks: Tensor | None, results: Sequence[Tensor], settings: CallSettings
 ) -> None:
     """Save for backward: sinks, the keys' common part, each head chunk's lse, the inner tensors that forward returned,
-    and where backward needs them the local out and the operator's tensors.
+    and, if backward needs them, the local out and the operator's tensors.
 
     Args:
         tensors: Those of the operator.
@@ -96,11 +97,11 @@ def gradients(
 
 
 class Attention(torch.autograd.Function):
-    """Attention without an op. The machinery of an op takes as long as a kernel does for few tokens. `compute` is
-    `Runtime.forward`, or the op in its place.
+    """Attention without an op. For few tokens, the overhead of an op takes as long as a kernel. `compute` is
+    `Runtime.forward`, or the op that replaces it.
 
-    In a checkpointed function the second run replays the results of the first one. The replayed results may have delta
-    (B, s, Hq) in place of out, since backward needs no more of out; then zeros are returned as out.
+    In a checkpointed function the second run replays the results of the first one. The replayed results may contain
+    delta (B, s, Hq) instead of out, since backward needs nothing else from out; zeros are then returned as out.
     """
 
     @staticmethod
@@ -128,8 +129,9 @@ class Attention(torch.autograd.Function):
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """The identity on gradients, which raises where they are differentiated. Of `tensors` the first `saved` are those
-    that backward used, the others are the gradients."""
+    """The identity on gradients, which raises if they are differentiated. The first `saved` of `tensors` were used by
+    backward; the others are the gradients.
+    """
 
     @staticmethod
     def forward(ctx: Context, saved: int, *tensors: Tensor) -> Tensors:
@@ -144,7 +146,8 @@ class _WithoutDerivative(torch.autograd.Function):
 
 
 class LseWithoutGradient(torch.autograd.Function):
-    """The identity on an lse, which raises InputError for a gradient that reaches it: it would be lost unnoticed.
+    """The identity on an lse, which raises InputError for a gradient that reaches it; the gradient would otherwise be
+    lost silently.
 
     `forward` takes the lse and the attention output that belongs to it. A gradient is refused only if that output
     requires one.

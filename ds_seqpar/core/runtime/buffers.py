@@ -1,14 +1,14 @@
-"""The slots of a program as tensors, and the layout of the messages of DeepSpeed Ulysses.
+"""The slots of a program as tensors, and the layout of DeepSpeed Ulysses' messages.
 
 Each slot is one buffer of bytes, viewed as the tensors of the unit that it holds.
 
 DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023). The
 functions here fill and read its messages; `transport` sends them. The first dimension of a message is tokens, and the
-heads of all tensors of one token are neighbors. So the Ulysses ranks' messages, one after another, are the CP rank's
-(tokens, batch, elements) without a copy, and the tensors are views. A tensor is copied once into a message; outward,
-once out of one. `compiler.sharding.heads` says which Ulysses rank gets which heads. One copy serves a group of
-neighboring Ulysses ranks with equally many heads; where ulysses_size divides the heads, that is all of them. A kv head
-that several Ulysses ranks need (ulysses_size > Hkv) is sent to exactly those, and its gradients are summed.
+heads of all tensors of one token are adjacent. So the Ulysses ranks' messages, one after another, form the CP rank's
+(tokens, batch, elements) without a copy, and the tensors are views. A tensor is copied once into a message or, outward,
+once out of one. `compiler.sharding.heads` determines which Ulysses rank receives which heads. One copy serves a group
+of neighboring Ulysses ranks with the same number of heads; if ulysses_size divides the heads, that is all of them. A kv
+head that several Ulysses ranks need (ulysses_size > Hkv) is sent to exactly those ranks, and its gradients are summed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 
 
 class Buffers:
-    """The buffers of a program's slots, allocated when they are first used, and freed when the program says so.
+    """The buffers of a program's slots, allocated at first use and freed where the program specifies it.
 
     Attributes:
-        viewed: For each slot, the locations of the unit that it was viewed as last, and that unit's tensors.
+        viewed: For each slot, the locations and tensors of the unit that it was last viewed as.
     """
 
     def __init__(self, bound: BoundProgram, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class Buffers:
         return viewed[1]
 
     def parts(self, slot: int, kind: str, keys: list[Key]) -> list[Tensors]:
-        """Return the tensors of each of several units, which are one after the other in a slot."""
+        """Return the tensors of each of several consecutive units in a slot."""
         start, units = 0, []
         for key in keys:
             end = start + self.bound.unit_bytes(slot, kind, key)
@@ -96,8 +96,9 @@ def views(buffer: Tensor, locations: tuple[FieldLocation, ...]) -> Tensors:
 
 
 def _views_of_groups(buffer: Tensor, layout: MessageLayout) -> list[tuple[Tensor, ...]]:
-    """Return, for each group of Ulysses ranks, views (Ulysses ranks, s, B, h * D) of each tensor in a message
-    (elements,) of local tokens."""
+    """Return views (Ulysses ranks, s, B, h * D) of each tensor in a message (elements,) of local tokens, for each group
+    of Ulysses ranks.
+    """
     tokens, views_of_groups, start = layout.tokens[layout.rank], [], 0
     for group in layout.shares.groups:
         rows = [heads * dim for heads, dim in zip(group.heads, layout.widths, strict=True)]
@@ -113,7 +114,7 @@ def pack_in(tensors: Sequence[Tensor], layout: MessageLayout, buffer: Tensor) ->
     Args:
         tensors: Local tensors (B, s, H, D).
         layout: Of the message.
-        buffer: The message (elements,). It gets, for each Ulysses rank, (s, B, h * D of all tensors), with the heads
+        buffer: The message (elements,). It receives (s, B, h * D of all tensors) for each Ulysses rank, with the heads
             that the rank works on.
     """
     batch, tokens = layout.batch, layout.tokens[layout.rank]
@@ -134,7 +135,7 @@ def split_in(received: Tensor, layout: MessageLayout) -> list[Tensor]:
     """Return the tensors of a received inward exchange, as views.
 
     Args:
-        received: (elements,), or (T, B, h * D of all tensors), where T is the tokens of all Ulysses ranks.
+        received: (elements,), or (T, B, h * D of all tensors), where T is the number of tokens of all Ulysses ranks.
         layout: Of the message.
 
     Returns:
@@ -147,23 +148,23 @@ def split_in(received: Tensor, layout: MessageLayout) -> list[Tensor]:
 
 
 def join_out(tensors: Sequence[Tensor]) -> Tensor:
-    """Join tensors (B, T, h, D) to (T, B, h * D of all tensors), the inverse of `split_in`. One tensor gives a view
-    (T, B, h, D)."""
+    """Join tensors (B, T, h, D) to (T, B, h * D of all tensors), the inverse of `split_in`. A single tensor becomes a
+    view (T, B, h, D).
+    """
     token_first = [x.transpose(0, 1) for x in tensors]
     return token_first[0] if len(tensors) == 1 else torch.cat([x.flatten(2) for x in token_first], dim=2)
 
 
 def unpack_out(received: Tensor, layout: MessageLayout) -> list[Tensor]:
-    """Return the tensors of a received outward exchange.
-
-    Where Ulysses ranks share a head, their results for it are summed, in `sum_dtype`.
+    """Return the tensors of a received outward exchange. If Ulysses ranks share a head, their results for it are summed
+    in `sum_dtype`.
 
     Args:
         received: (elements,), which is (s, B, h * D of all tensors) from each Ulysses rank.
         layout: Of the message.
 
     Returns:
-        Each tensor (B, s, H, D), in memory of its own.
+        Each tensor (B, s, H, D), in its own memory.
     """
     shares, batch, tokens = layout.shares, layout.batch, layout.tokens[layout.rank]
     views_of_groups, tensors, sums = _views_of_groups(received, layout), [], sum_dtype(received.dtype)

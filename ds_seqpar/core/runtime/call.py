@@ -1,7 +1,6 @@
-"""The tensors of one attention call, as a walk takes and returns them.
-
-Local tensors, the caller's, have all heads of this rank's tokens. The inner tensors of a head chunk have some heads of
-the CP rank's tokens. `compiler.program.ulysses` names their fields.
+"""The tensors of one attention call, as a walk takes and returns them. Local tensors, i.e. the caller's, have all heads
+of this rank's tokens. The inner tensors of a head chunk have some heads of the CP rank's tokens.
+`compiler.program.ulysses` names their fields.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .operator import DENSE, Operator
 
 
 class CallSettings(NamedTuple):
-    """All that decides how a call is computed, but its tensors."""
+    """Everything that determines how a call is computed, except its tensors."""
 
     mask: Mask
     shards: Shards | None  # None: those of the configured layout
@@ -40,14 +39,15 @@ class CallSettings(NamedTuple):
     layer: int | None = None  # of a patched model, for guards
 
     def takes_common_off(self, dtype: torch.dtype, cp_size: int) -> bool:
-        """Return whether a common part is subtracted from the keys: in fp32, where results of a row may be merged. They
-        are merged among several CP ranks, and where a product has several tiles. The value is the same on all ranks."""
+        """Return whether a common part is subtracted from the keys: in fp32, if results of a row may be merged. They
+        are merged among several CP ranks, and if a product has several tiles. The value is the same on all ranks.
+        """
         whole = cp_size == 1 and self.mask.scale_free and not isinstance(self.shards, UnevenShards)
         return self.operator.has_common(dtype) and not self.scores.softcap and not whole
 
 
 class Saved(NamedTuple):
-    """Inner tensors that forward saved for backward, of every head chunk in turn. operands and outs may be empty."""
+    """Inner tensors that forward saved for backward, for each head chunk in order. operands and outs may be empty."""
 
     lses: list[Tensor]
     operands: list[Tensor]  # as they were received: one tensor a head chunk, or two
@@ -55,14 +55,14 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], settings: CallSettings) -> Saved:
-        """Return them from a list of all, one after the other."""
+        """Return them from a flat list."""
         lses, rest = [*tensors[: settings.head_chunks]], [*tensors[settings.head_chunks :]]
         end = len(rest) - settings.head_chunks * settings.saves.out
         return cls(lses, rest[:end], rest[end:])
 
 
 class AttentionResults(NamedTuple):
-    """What forward returns."""
+    """The results of forward."""
 
     out: Tensor  # (B, s, Hq, D); delta (B, s, Hq) where a checkpoint has replaced it
     saved: Saved
@@ -75,7 +75,7 @@ class AttentionResults(NamedTuple):
 
     @classmethod
     def of(cls, results: Sequence[Tensor], dtype: torch.dtype, settings: CallSettings) -> AttentionResults:
-        """Return the results of a list that `to_list` has made. `dtype` is that of q."""
+        """Return the results from a list made by `to_list`. `dtype` is q's."""
         out, *rest = results
         common = rest.pop() if settings.operator.has_common(dtype) else None
         lse = rest.pop() if settings.lse else None
@@ -87,14 +87,14 @@ class Call(abc.ABC):
 
     Attributes:
         local: The caller's tensors (B, s, H, D), by field.
-        parameters: Those of the operator, of all heads.
-        common: What is subtracted from all keys (Hkv, D), or None (see `dense`).
+        parameters: The operator's parameters, for all heads.
+        common: The vector subtracted from all keys (Hkv, D), or None (see `dense`).
         sinks: (Hq,), or None.
-        saved: What forward saves for backward, empty at first.
-        heads: Which Ulysses rank works on which heads in which head chunk.
+        saved: What forward saves for backward, initially empty.
+        heads: The heads of each Ulysses rank in each head chunk.
         alone: Whether this rank is the only Ulysses rank.
-        inner: The tensors of the head chunk that was entered, by field.
-        inner_results: The results of that head chunk that are still to be sent, by field.
+        inner: The tensors of the current head chunk, by field.
+        inner_results: The results of the current head chunk that have not been sent yet, by field.
         local_results: The results of local tokens, with all heads, by field.
     """
 
@@ -114,7 +114,7 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def enter(self, head_chunk: int) -> Forward:
-        """Return the work of the head chunk's inner tensors."""
+        """Return the work on the head chunk's inner tensors."""
 
     @abc.abstractmethod
     def leave(self, head_chunk: int, result: Tensors) -> None:
@@ -125,7 +125,7 @@ class Call(abc.ABC):
         """Return the results of the call."""
 
     def part(self, head_chunk: int, field: str) -> Tensor:
-        """Return the head chunk's heads of a local tensor, (B, s, h, D), where D is 1 for one number a row."""
+        """Return the head chunk's heads of a local tensor, (B, s, h, D), where D is 1 for one number per row."""
         return self.of_head_chunk(self.local[field], head_chunk, field)
 
     def of_head_chunk(self, x: Tensor, head_chunk: int, field: str) -> Tensor:
@@ -134,12 +134,12 @@ class Call(abc.ABC):
         return x if x.shape[2] == heads.stop - heads.start else x[:, :, heads]
 
     def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
-        """Take the inner tensors that were received in one message (elements,)."""
+        """Take the inner tensors received in one message (elements,)."""
         parts = split_in(joined, self.bound.exchange_sizes(exchange).layout)
         self.inner.update(zip(exchange.fields, parts, strict=True))
 
     def pop_result(self, field: str) -> Tensor:
-        """Return an inner result (B, T, h, D) that is to be sent, and drop the call's reference to it."""
+        """Return an inner result (B, T, h, D) to be sent, and drop the call's reference to it."""
         return self.inner_results.pop(field)
 
     def put_result(self, head_chunk: int, field: str, tensor: Tensor) -> None:
@@ -153,13 +153,13 @@ class Call(abc.ABC):
         self.of_head_chunk(self.local_results[field], head_chunk, field).copy_(tensor)
 
     def take_local(self, head_chunk: int) -> None:
-        """Set the inner tensors to the head chunk's heads of the local ones, where there are no other Ulysses ranks."""
+        """Set the inner tensors to the head chunk's heads of the local ones, if there are no other Ulysses ranks."""
         if self.alone:
             one_head_chunk = len(self.heads.head_chunks) == 1
             self.inner = self.local if one_head_chunk else {field: self.part(head_chunk, field) for field in self.local}
 
     def put_inner(self, head_chunk: int, **results: Tensor) -> None:
-        """Take inner results, by field. Without other Ulysses ranks they are results of local tokens."""
+        """Take inner results, by field. Without other Ulysses ranks, they are results of local tokens."""
         if self.alone:
             for field, x in results.items():
                 self.put_result(head_chunk, field, x)
@@ -183,14 +183,15 @@ class Call(abc.ABC):
             self.inner = self.inner | {"k": k - common if self.alone else k.sub_(common)}
 
     def operands(self, head_chunk: int) -> Operands:
-        """Return what the head chunk is computed of, the heads that this Ulysses rank works on."""
+        """Return the operands of the head chunk, with the heads that this Ulysses rank works on."""
         q, *kv = (self.inner[field] for field in self.operator.operands)
         parameters = [self.of_inner_heads(x, head_chunk) for x in self.parameters]
         return Operands(self.kernel, self.scale, q, tuple(kv), parameters, self.settings.v_dim)
 
     def inner_sinks(self, sinks: Tensor, head_chunk: int) -> Tensor:
-        """Return the sinks (H,) of the heads that this Ulysses rank works on. Where the keys' common part was
-        subtracted they are (B, T, H), one for each row, since each row's scores have changed by a different number."""
+        """Return the sinks (H,) of the heads that this Ulysses rank works on. If the keys' common part was subtracted,
+        they are (B, T, H), one for each row, since each row's scores have changed by a different amount.
+        """
         sinks = self.of_inner_heads(sinks, head_chunk)
         if self.common is None:
             return sinks
@@ -199,7 +200,8 @@ class Call(abc.ABC):
 
 class ForwardCall(Call):
     """The forward of a call, with the operator's local tensors. Its results are `AttentionResults`. Without other
-    Ulysses ranks no inner tensors are saved but the lses."""
+    Ulysses ranks, the lses are the only inner tensors saved.
+    """
 
     def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
         super().arrive(exchange, joined)
@@ -233,10 +235,10 @@ class ForwardCall(Call):
 
 
 class BackwardCall(Call):
-    """The backward of a call. Its results are the gradients of the operator's tensors, and with sinks theirs.
+    """The backward of a call. Its results are the gradients of the operator's tensors and of sinks, if any.
 
     Args:
-        local: do, the operator's parameters, and where they are needed its operands and out, or delta in place of out.
+        local: do, the operator's parameters and, if needed, its operands and out, or delta instead of out.
     """
 
     sinks_deltas: Tensor  # of the head chunk, with sinks
@@ -298,5 +300,5 @@ class BackwardCall(Call):
 
 
 def readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with a stride of 1 in head_dim, as kernels read them."""
+    """Return the tensors with a stride of 1 in head_dim, as kernels require."""
     return {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in tensors.items()}

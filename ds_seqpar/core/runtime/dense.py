@@ -1,4 +1,4 @@
-"""What differs between forward and backward of a walk: the inner tensors, and what a product computes."""
+"""The differences between forward and backward of a walk: the inner tensors, and the computation of a product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEW = 256  # for fewer tokens several heads are computed at once: a call for eac
 
 
 class Operands(NamedTuple):
-    """What a head chunk is computed of, in both directions."""
+    """The operands of a head chunk, in both directions."""
 
     kernel: Kernel
     scale: float
@@ -31,7 +31,7 @@ class Operands(NamedTuple):
 
 class Forward:
     """The products of one head chunk: forward of q (B, n, Hq, D), k and v (B, m, Hkv, D). Tensors have their tokens on
-    dim 1. The results are out, as q, and lse (B, n, Hq) in accum_dtype."""
+    dim 1. The results are out, like q, and lse (B, n, Hq) in accum_dtype."""
 
     def __init__(self, operands: Operands) -> None:
         self.kernel, self.scale, self.q, self.kv, *_ = operands
@@ -43,7 +43,7 @@ class Forward:
         Args:
             kind: The operand, "q" or "kv".
             rows: Rows of the tensors, `ALL` for all.
-            for_message: Whether they are sent. A message has the fields that `compiler.program.shape` lists.
+            for_message: Whether they are sent. A message has the fields listed in `compiler.program.shape`.
         """
         return _take_rows(self.kv if kind == "kv" else (self.q,), rows)
 
@@ -75,18 +75,18 @@ class Forward:
         return results[0].finish(self.dtype, None)
 
     def empty_results(self) -> dict[str, Tensors]:
-        """Return uninitialized tensors for what `finish` returns, by kind. For a rank with several blocks."""
+        """Return uninitialized tensors for the results of `finish`, by kind, on a rank with several blocks."""
         out, lse = self.q.shape, self.q.shape[:-1]
         return {"out": (self.q.new_empty(out), self.q.new_empty(lse, dtype=sum_dtype(self.dtype)))}
 
     def forget(self, slot: int) -> None:
-        """Drop what was computed from the unit in a slot, which now gets another unit."""
+        """Drop values computed from the unit in a slot, which now receives another unit."""
 
 
 class Backward(Forward):
     """Backward of `Forward`, given the output's gradient do and forward's out and lse. The results are dq, dk and dv.
 
-    A query block that is sent has delta = rowsum(do * out) in place of out, a D-th of out's size (BurstAttention,
+    A query block that is sent has delta = rowsum(do * out) instead of out, which is 1/D of out's size (BurstAttention,
     section 3.1). Kernels read out, so for a block that was received or gathered `out_with_rowsum` makes one from delta.
     For local tensors the true out is used, unless `out` is delta (B, n, H).
     """
@@ -133,7 +133,7 @@ def _take_rows(tensors: Tensors, rows: slice) -> Tensors:
 
 
 def is_delta(out: Tensor) -> bool:
-    """Return whether this is delta (B, n, H) in the place of out (B, n, H, D)."""
+    """Return whether this is delta (B, n, H) instead of out (B, n, H, D)."""
     return out.dim() == 3
 
 
@@ -152,10 +152,9 @@ def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
-    """Return a tensor to use in place of out, whose rowsum with do is delta: do * delta / |do|^2, and 0 where do is 0.
-
-    That rowsum is all that a backward kernel computes from out. do is divided by its row's maximum first, since |do|^2
-    underflows in fp32.
+    """Return a substitute for out whose rowsum with do is delta: do * delta / |do|^2, and 0 where do is 0. A backward
+    kernel computes nothing but this rowsum from out. do is divided by its row's maximum first, since |do|^2 underflows
+    in fp32.
 
     Args:
         do: (B, n, H, D).
@@ -176,8 +175,9 @@ def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
 
 
 def _pieces(x: Tensor) -> Iterator[tuple[slice, ...]] | None:
-    """Return indices that cut x (B, n, H, D) into what is computed at once, None where that is all of it: tokens of one
-    head on a CPU, or of several heads where tokens are few, and tokens of all heads on a device."""
+    """Return indices that cut x (B, n, H, D) into pieces to compute at once; None if that is all of x. A piece has
+    tokens of one head on a CPU, or of several heads if there are few tokens, and tokens of all heads on a device.
+    """
     batch, tokens, heads, width = x.shape
     if not x.is_cpu:
         if x.numel() <= AT_ONCE:
@@ -221,8 +221,9 @@ def _out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
 
 
 def moments(k: Tensor) -> Tensor:
-    """Return the moments of a rank's keys (B, n, H, D), as one vector (2 * H * D + 1,): for each head and element of
-    head_dim the sum, then for each the sum of squares, then the number B * n of keys."""
+    """Return the moments of a rank's keys (B, n, H, D), as one vector (2 * H * D + 1,): the sum for each head and
+    element of head_dim, then the sums of squares, then the number B * n of keys.
+    """
     count = k.new_full((1,), k.shape[0] * k.shape[1])
     squares = torch.linalg.vector_norm(k, dim=(0, 1)).square()
     return torch.cat([k.sum((0, 1)).flatten(), squares.flatten(), count])
@@ -234,8 +235,8 @@ def common_part(moments_of_ranks: Tensor, heads: int) -> Tensor:
     It is 0 in elements whose mean is at most their standard deviation, and where a key is not finite.
 
     Args:
-        moments_of_ranks: (ranks, 2 * H * D + 1), the `moments` of each rank, in one order on all ranks, so that all
-            get the same bits.
+        moments_of_ranks: (ranks, 2 * H * D + 1), the `moments` of each rank, in the same order on all ranks, so that
+            the result is bitwise the same.
         heads: H, the number of key/value heads.
     """
     *sums, count = moments_of_ranks.sum(0).split([moments_of_ranks.shape[1] // 2, moments_of_ranks.shape[1] // 2, 1])
@@ -249,6 +250,5 @@ def of_query_heads(common: Tensor, heads: int) -> Tensor:
 
 
 def offsets(q: Tensor, common: Tensor, scale: float) -> Tensor:
-    """Return what the common part (Hkv, D) adds to the scores of each row of q (B, n, Hq, D), and to its lse, as
-    (B, n, Hq)."""
+    """Return what the common part (Hkv, D) adds to each row's scores and lse, for q (B, n, Hq, D), as (B, n, Hq)."""
     return torch.einsum("bnhd,hd->bnh", q, of_query_heads(common, q.shape[2]) * scale)

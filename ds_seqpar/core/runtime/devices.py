@@ -1,4 +1,4 @@
-"""Which backends of a process group work on devices."""
+"""The backends of a process group that work on devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def communicator_device(group: dist.ProcessGroup) -> torch.device | None:
-    """Return this rank's device if a backend of the group has communicators on it, as NCCL on "cuda"; else None."""
+    """Return this rank's device if a backend of the group has communicators on it, like NCCL on "cuda"; otherwise
+    None."""
     for device_type, backend in backends(group).items():
         if device_type != "cpu" and backend not in HOST_BACKENDS:
             return torch.device(device_type, torch.accelerator.current_device_index())
@@ -25,9 +26,8 @@ def communicator_device(group: dist.ProcessGroup) -> torch.device | None:
 
 
 def bind_device(group: dist.ProcessGroup) -> torch.device | None:
-    """Set this rank's device if a backend of the group has communicators on devices, and return it; else return None.
-
-    It is the device that the group is bound to, or else `this_device`. Other groups are to be bound to it too.
+    """Set this rank's device if a backend of the group has communicators on devices, and return it; otherwise return
+    None. It is the device that the group is bound to, or by default `this_device`. Bind other groups to it too.
     """
     if communicator_device(group) is None:
         return None

@@ -1,12 +1,12 @@
 """Make the process groups of a topology.
 
 A rank makes only the groups that it is in, so their number does not grow with the world. Groups with the same ranks are
-made once, and no group is made for one rank.
+made once, and no group is made for a single rank.
 
-torch's `new_group` wants every rank of the world to make every group. With `use_local_synchronization=True` it does
-not, but then names a group by how many groups this rank has. Members may differ in that number, and would wait for
-one another for ever. A number also recurs once a group was freed, with the old addresses in the store. So groups are
-named here: by the number of this set of groups, on which the world agrees, the purpose, and the first rank.
+torch's `new_group` requires every rank of the world to make every group. With `use_local_synchronization=True` it does
+not, but then names a group by the number of groups that this rank has. This number may differ between members, which
+would then wait for one another forever. It also recurs after a group was freed, with the old addresses in the store. So
+groups are named here: by the number of this set of groups, on which the world agrees, the purpose, and the first rank.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def all_ranks() -> Group:
 
 
 def timeout(group: Group | None = None) -> timedelta:
-    """Return how long an operation of the group (default: of all ranks) may take, as set when the group was made."""
+    """Return the timeout of the group's operations (default: the group of all ranks), as set when it was made."""
     return compat.timeout_of(group or all_ranks())
 
 
@@ -66,7 +66,7 @@ class CollectiveGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """This rank's groups; None in place of a group that would hold this rank only."""
+    """This rank's groups; None instead of a group that would contain only this rank."""
 
     world: Group  # all ranks, for CPU tensors
     made: tuple[Group, ...]  # those made for this object, and freed with it, their threads and sockets too
@@ -83,10 +83,9 @@ class Groups:
 
     @functools.cached_property
     def one_ring(self) -> Groups:
-        """These groups as a schedule sees them that runs on all ranks of the sequence, without Ulysses.
-
-        The first look is collective over these ranks: NCCL runs a group's operations one after the other, so messages
-        of layers do not go through that of the whole job, behind what ZeRO gathers ahead.
+        """These groups for a schedule that runs on all ranks of the sequence, without Ulysses. The first access is
+        collective over these ranks. NCCL runs a group's operations one after the other, so messages of layers do not
+        use the group of the whole job, where they would queue behind ZeRO's prefetched gathers.
         """
         assert self.sp is not None
         size = self.sp.size()
@@ -104,7 +103,7 @@ class Groups:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Free the groups; a second call does nothing. All members must free NCCL's groups, in the same order."""
+        """Free the groups; a second call does nothing. All members must free NCCL groups in the same order."""
         if one_ring := vars(self).pop("one_ring", None):
             one_ring.close()
         groups = list(vars(self).get("made", ()))
@@ -117,9 +116,8 @@ class Groups:
         raise ConfigError("this SequenceParallel was closed, and its process groups with it; make another one")
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Free the groups that have no communicator on a device: nothing uses them any more, not even a later backward.
-
-        NCCL's stay, since other ranks may not free them now.
+        """Free the groups without communicators on a device: nothing uses them any more, not even a later backward.
+        NCCL groups stay, since other ranks may not free them now.
         """
         if not is_finalizing():
             groups = [group for group in vars(self).get("made", ()) if communicator_device(group) is None]
@@ -131,7 +129,7 @@ FREE_TIMEOUT = 5.0  # seconds, after which a thread of a group is not waited for
 
 
 def free(groups: list[Group]) -> None:
-    """Free the groups of the list, and empty it; nothing else may refer to them.
+    """Free the groups in the list, and empty it. Nothing else may refer to them.
 
     An operation that never completed keeps its group's thread until it times out. Such a thread is not waited for.
     """
@@ -154,9 +152,9 @@ def create(
         rank: This rank.
         world: From `control_world`.
         max_ctas: See `compat.nccl_options`.
-        meeting: Around the making of a group of gloo's.
-        of: The groups of the same sequences by another topology, which numbers SP ranks alike. Theirs of all that share
-            a sequence are used, and freed with them.
+        meeting: Context in which gloo groups are made.
+        of: The groups of the same sequences for another topology, with the same numbering of SP ranks. Its groups of
+            all ranks that share a sequence are reused, and are freed with it.
     """
     maker = _Maker(rank, world, max_ctas)
     sp_axes = ("ulysses", *topology.cp_axes)
@@ -195,10 +193,10 @@ def create(
 def device_mesh(topology: Topology, groups: Groups, device: torch.device) -> DeviceMesh:
     """Return all ranks as a mesh with the dims "dp", "cp" and "ulysses". Collective over all ranks.
 
-    The last two have the groups that attention has; "dp", and a dim of one rank, get one that is freed with `groups`.
+    The last two use attention's groups. "dp", and a dim of one rank, receive a group that is freed with `groups`.
 
     Raises:
-        ConfigError: The ranks have another order than torch numbers those of a dim in.
+        ConfigError: The order of the ranks differs from torch's numbering of a dim's ranks.
     """
     numbers = [topology.index(r, "ulysses", *topology.cp_axes, "data") for r in range(topology.world_size)]
     if numbers != sorted(numbers):
@@ -221,7 +219,7 @@ _numbers = itertools.count(1)  # of sets of groups that this process has made
 class _Maker:
     """Makes this rank's groups. All ranks must call the same methods in the same order, each with its own ranks.
 
-    A device's communicators are split off that of the world, which all ranks must do together.
+    A device's communicators are split off the world's communicator, which all ranks must do together.
     """
 
     def __init__(self, rank: int, world: Group, max_ctas: int | str) -> None:
@@ -233,19 +231,19 @@ class _Maker:
         self.made: list[Group] = []
 
     def own(self, purpose: str, ranks: Iterable[int]) -> Group | None:
-        """Return a group that only this SequenceParallel uses; None for one rank."""
+        """Return a group that only this SequenceParallel uses; None for a single rank."""
         ranks = tuple(sorted(ranks))
         if len(ranks) > 1 and ranks not in self.by_ranks:
             self.by_ranks[ranks] = self._make(purpose, ranks, dist.get_backend(), self.device)
         return self.by_ranks.get(ranks)
 
     def own_or_all(self, purpose: str, ranks: Iterable[int]) -> Group | None:
-        """Return the group of all ranks if these are all, else a group as `own` makes it."""
+        """Return the group of all ranks if these are all ranks, otherwise a group from `own`."""
         ranks = tuple(ranks)
         return all_ranks() if 1 < len(ranks) == all_ranks().size() else self.own(purpose, ranks)
 
     def of_dim(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """Return a group as `own_or_all` does, and one of this rank alone too."""
+        """Return a group like `own_or_all`, also for this rank alone."""
         return self.own_or_all(name, ranks) or self._make(name, ranks, dist.get_backend(), self.device)
 
     def for_cpu(self, ranks: Iterable[int], meeting: Meeting) -> Group:
@@ -273,7 +271,9 @@ class _Maker:
 
 
 def _warm_up(used: set[Group | None], new_groups: list[Group]) -> None:
-    """Call each communicator on all its members, as its first call must be; a schedule's first transfer need not be."""
+    """Call each communicator on all its members. Its first call must be on all members, and a schedule's first transfer
+    may not be.
+    """
     for group in [group for group in (*new_groups, all_ranks()) if group in used]:
         if device := communicator_device(group):
             dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -1,6 +1,5 @@
-"""What attention computes of its tensors: which ones are checked, sent, and given to a block's computation.
-
-An add-on has an `Operator` of its own, and registers it.
+"""Operators define what attention computes: which tensors are checked, sent, and passed to a block's computation. An
+add-on has its own `Operator` and registers it.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ class Operator:
     """Attention to keys and values. An operator that computes something else extends it.
 
     Attributes:
-        name: In messages, and in compiled graphs.
-        operands: The names of q, and of the tensors of keys: those of `shape`'s `kv`, in its order. Local tensors
-            (B, s, heads, width), of which blocks are sent.
-        parameters: The names of more tensors, which are whole on every rank and have a dim 0 of q's heads. Their
-            gradients are to be summed over ranks.
-        dims: The number of dims of each tensor, as the caller gives it.
-        is_linear: Whether a vector that is added to all keys adds its product with q to the scores, so that it can be
-            taken off (see `dense`).
+        name: The name in messages and in compiled graphs.
+        operands: The names of q and of the key tensors, which are `kv` of `shape`, in its order. Local tensors (B, s,
+            heads, width); blocks of them are sent.
+        parameters: The names of further tensors, which are whole on every rank and whose dim 0 is q's heads. Their
+            gradients must be summed over ranks.
+        dims: The number of dims of each tensor, as passed by the caller.
+        is_linear: Whether a vector added to all keys adds its product with q to the scores, so that it can be
+            subtracted (see `dense`).
         kind: The class of `shape`.
-        forward: What computes the blocks of a head chunk.
-        backward: What computes their gradients.
+        forward: The class that computes the blocks of a head chunk.
+        backward: The class that computes their gradients.
     """
 
     name = "attention"
@@ -53,18 +52,19 @@ class Operator:
         return self.operands + self.parameters
 
     def has_common(self, dtype: torch.dtype) -> bool:
-        """Return whether forward's results have the keys' common part, 0 where nothing was subtracted. It depends on
-        the dtype only, since a compiler must know it without the mask."""
+        """Return whether forward's results contain the keys' common part, which is 0 if nothing was subtracted. It
+        depends only on the dtype, since a compiler must know it without the mask.
+        """
         return self.is_linear and dtype == torch.float32
 
     def check_options(self, options: Any) -> None:
-        """Raise InputError for `AttentionOptions` that cannot be computed with."""
+        """Raise InputError for unsupported `AttentionOptions`."""
 
     def check(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
-        """Raise InputError for tensors that cannot be computed with on any number of ranks.
+        """Raise InputError for tensors that are unsupported on any number of ranks.
 
         Args:
-            tensors: What a user has passed: anything.
+            tensors: A user's arguments; they may be anything.
             lengths_differ: Whether keys may have another length than q.
         """
         if classes := [unreadable(x) for x in tensors if unreadable(x)]:
@@ -80,7 +80,7 @@ class Operator:
         check_derivatives(*tensors)
 
     def check_shapes(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
-        """Raise InputError for what is no tensor, or of another shape than the operator takes."""
+        """Raise InputError for anything that is not a tensor or not of a shape that the operator takes."""
         q, k, v = tensors
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors):
             raise InputError(
@@ -104,7 +104,7 @@ class Operator:
         return tuple(of_one_head_dim(*tensors)), tensors[-1].shape[-1]
 
     def shapes_of(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the shapes of all tensors, once they are prepared, from their sizes one after the other."""
+        """Return the shapes of all prepared tensors from a flat list of their sizes."""
         sizes, dims = iter(numbers), (*[4] * len(self.operands), *self.dims[len(self.operands) :])
         return [tuple(next(sizes) for _ in range(n)) for n in dims]
 
@@ -115,7 +115,7 @@ class Operator:
         return shape_of_heads(comm_dtype, name, batch, heads, self.kind, **self.widths(shapes))
 
     def widths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Return the attributes that `kind` has beside those of `Shape`."""
+        """Return the attributes of `kind` in addition to those of `Shape`."""
         return {}
 
 
@@ -123,7 +123,7 @@ OPERATORS: dict[str, Operator] = {}  # by name
 
 
 def register(operator: Operator) -> Operator:
-    """Make an operator known to compiled graphs, which have its name alone. On every rank."""
+    """Register an operator for compiled graphs, which contain only its name. Call it on every rank."""
     OPERATORS[operator.name] = operator
     return operator
 
@@ -132,7 +132,7 @@ DENSE = register(Operator())
 
 
 def unreadable(x: object) -> str:
-    """Return words for the class of a tensor whose elements a kernel cannot read, "" for any other object."""
+    """Describe the class of a tensor whose elements a kernel cannot read; "" for any other object."""
     if not isinstance(x, Tensor):
         return ""
     classes = [base.__name__ for base in type(x).__mro__]
@@ -144,17 +144,18 @@ def unreadable(x: object) -> str:
 
 
 def check_derivatives(*tensors: Tensor) -> None:
-    """Raise InputError under forward-mode differentiation and torch.func transforms, which would get no derivative.
+    """Raise InputError under forward-mode differentiation and torch.func transforms, which would not get a derivative.
 
-    Under torch.compile nothing is checked, since the compiler refuses them by itself.
+    Under torch.compile nothing is checked, since the compiler itself refuses them.
     """
     if not torch.compiler.is_compiling() and (error := derivatives_error(*tensors)):
         raise error
 
 
 def derivatives_error(*tensors: Tensor) -> InputError | None:
-    """Return the reason why attention cannot be differentiated here as an error. None if it can, or if nothing is
-    differentiated."""
+    """Return an error that says why attention cannot be differentiated here; None if it can, or if nothing is
+    differentiated.
+    """
     if compat.in_torch_func():
         return InputError(
             "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "
@@ -168,14 +169,15 @@ def derivatives_error(*tensors: Tensor) -> InputError | None:
 
 
 def of_one_head_dim(*tensors: Tensor) -> Sequence[Tensor]:
-    """Return the tensors (..., D), each padded with zeros to the largest D. The zeros change no score, and only add
-    elements to out."""
+    """Return the tensors (..., D), each padded with zeros to the largest D. The zeros do not change scores; they only
+    add elements to out.
+    """
     largest = max(x.shape[-1] for x in tensors)
     return [padded(x, largest) for x in tensors]
 
 
 def padded(x: Tensor, dim: int) -> Tensor:
-    """Return x (..., D) with zeros up to `dim`, as it is where it has as many elements."""
+    """Return x (..., D) padded with zeros to `dim`; x itself if D is `dim`."""
     return x if x.shape[-1] >= dim else functional.pad(x, (0, dim - x.shape[-1]))
 
 

@@ -1,4 +1,4 @@
-"""The seam for checkpoints: results that are computed in the first run of a function, and replayed in the second."""
+"""The seam for checkpoints: results are computed in the first run of a function and replayed in the second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .buffers import Tensors
 
 
 class Replay:
-    """What is around a call: no checkpoint. `memory.checkpoints` extends it."""
+    """The context of a call outside any checkpoint. `memory.checkpoints` extends it."""
 
     which_run = "none"  # of the function, for ranks to compare: what they send differs by it
     checkpoint_saves = False  # whether a checkpoint saves results
@@ -21,7 +21,7 @@ class Replay:
         return False
 
     def once(self, compute: Callable[[], Sequence[Tensor]], replays: Callable[[], object]) -> Tensors:
-        """Return the result of `compute`, or, once `replays` is called, the one that the first run saved."""
+        """Return the result of `compute` or, once `replays` is called, the result that the first run saved."""
         return tuple(compute())
 
 
@@ -30,5 +30,5 @@ finders: list[Callable[[], Replay | None]] = []  # each returns the innermost ch
 
 
 def current() -> Replay:
-    """Return the innermost checkpoint around this call, `NONE` outside of one."""
+    """Return the innermost checkpoint around this call; `NONE` outside a checkpoint."""
     return next((found for find in finders if (found := find()) is not None), NONE)

@@ -36,7 +36,7 @@ MOST_ADMITTED = 16  # keys of inputs that were checked
 
 
 class Runtime:
-    """The settings of one rank, its ranks in the groups, and its communication.
+    """The settings of one rank, its number in each group, and its communication.
 
     Args:
         of: The runtime whose guards and observers this one shares; None: this one has its own.
@@ -45,14 +45,14 @@ class Runtime:
         rank: The CP rank.
         size: cp_size.
         ulysses: ulysses_size and this rank's Ulysses rank.
-        admitted: By key, what ranks compare of inputs that were checked.
+        admitted: The fields that ranks compare for checked inputs, by key.
         last_bound: For each direction, the arguments and the result of the last `bound`.
-        last_head_chunks: The arguments and the result of the last `head_chunks`, where the setting is "auto".
+        last_head_chunks: The arguments and the result of the last `head_chunks`, if the setting is "auto".
         handle: The handle of this object, for ops.
-        guards: Those that are told of calls.
-        observers: Those that are told of walks.
-        fewest_head_chunks: What chooses the head chunks of "auto", by their memory: a function of (the recipe, ulysses,
-            the local shape, the mask, the shards, the setting of the kernel, whether tensors are on a GPU).
+        guards: The guards that are notified of calls.
+        observers: The observers that are notified of walks.
+        fewest_head_chunks: The function that chooses the number of head chunks for "auto" by memory, from (the recipe,
+            ulysses, the local shape, the mask, the shards, the setting of the kernel, whether tensors are on a GPU).
     """
 
     fewest_head_chunks: Callable[[Recipe, int, Shape, Mask, Shards, str, bool], int] = staticmethod(lambda *_: 1)
@@ -74,7 +74,7 @@ class Runtime:
 
     @functools.cached_property
     def one_ring(self) -> Runtime:
-        """The runtime of this rank among all that share the sequence, as one ring without Ulysses, for forward only.
+        """The runtime of this rank among all ranks of the sequence, as one ring without Ulysses, for forward only.
 
         It shares the guards and the observers.
         """
@@ -88,27 +88,27 @@ class Runtime:
         return Runtime(config, config.topology(size), rank, comm, of=self)
 
     def admit(self, inputs: Inputs, error: SeqParError | None) -> None:
-        """Raise the error by which this rank cannot compute a call, or that a guard has found. Collective."""
+        """Raise this rank's error, or one that a guard has found, if a call cannot be computed. Collective."""
         for guard in self.guards:
             error = guard.admit(inputs, error)
         if error is not None:
             raise error
 
     def guarded(self, call: GuardedCall) -> contextlib.ExitStack:
-        """Return a context for a call's forward or backward, with those of all guards."""
+        """Return a context for a call's forward or backward, which combines the contexts of all guards."""
         with contextlib.ExitStack() as stack:
             for guard in self.guards:
                 stack.enter_context(guard.around(call))
             return stack.pop_all()
 
     def remember(self, key: tuple, compared: Compared) -> None:
-        """Keep what ranks compare of inputs that were checked, for those of the latest keys."""
+        """Keep the fields that ranks compare for checked inputs, for the latest keys."""
         self.admitted[key] = compared
         if len(self.admitted) > MOST_ADMITTED:
             del self.admitted[next(iter(self.admitted))]
 
     def shards(self, tokens: int) -> Shards:
-        """Return the shards of the configured layout for a sequence of which every CP rank has `tokens`."""
+        """Return the shards of the configured layout for a sequence with `tokens` tokens on every CP rank."""
         return EvenShards(self.config.layout, tokens * self.size, self.size)
 
     def bound(
@@ -118,9 +118,9 @@ class Runtime:
 
         Args:
             direction: "forward" or "backward".
-            q: The local q (B, s, Hq, D), of which only length, dtype and device are read.
-            shapes: The shapes of all tensors of the operator, once they are prepared.
-            settings: Those of the call.
+            q: The local q (B, s, Hq, D); only its length, dtype and device are read.
+            shapes: The shapes of all prepared tensors of the operator.
+            settings: The call's settings.
         """
         key = shapes, q.dtype, q.device, settings._replace(layer=None), is_deterministic()
         last = self.last_bound.get(direction)
@@ -142,13 +142,13 @@ class Runtime:
         return last[1]
 
     def head_chunks(self, q: Tensor, kv_heads: int, mask: Mask, shards: Shards | None) -> int:
-        """Return the number of head chunks: the setting, or with "auto" the fewest that save memory.
+        """Return the number of head chunks: the setting, or with "auto" the smallest number that saves memory.
 
         Args:
             q: As in `bound`.
-            kv_heads: The heads of the keys.
+            kv_heads: Number of key heads.
             mask: The mask.
-            shards: The shards of all CP ranks; None for those of the configured layout.
+            shards: The shards of all CP ranks; None for the configured layout's.
         """
         if self.config.head_chunks != "auto":
             return self.config.head_chunks
@@ -165,7 +165,7 @@ class Runtime:
         return self.last_head_chunks[1]
 
     def forward(self, tensors: Tensors, sinks: Tensor | None, settings: CallSettings) -> list[Tensor]:
-        """Compute forward of a rank's local tensors, those of the operator. Returns `AttentionResults` as a list."""
+        """Compute forward of a rank's local tensors of the operator. Returns `AttentionResults` as a list."""
         common, keys = None, tensors[1]
         named = dict(zip(settings.operator.inputs, tensors, strict=True))
         with self.guarded(guarded_call("forward", settings, named, sinks)):
@@ -180,7 +180,7 @@ class Runtime:
         """Compute backward of a rank's local tensors.
 
         Args:
-            local: do, the operator's parameters, and its operands and out where forward did not save the inner ones.
+            local: do, the operator's parameters, and its operands and out if forward did not save the inner ones.
             shapes: Of all tensors of the operator.
             sinks: As in `forward`.
             saved: What forward saved.
@@ -188,7 +188,7 @@ class Runtime:
             common: The common part that forward returned.
 
         Returns:
-            The gradients of the operator's tensors, and with sinks theirs.
+            The gradients of the operator's tensors and of sinks, if any.
         """
         with self.guarded(guarded_call("backward", settings, local, sinks)):
             common = common if settings.takes_common_off(local["do"].dtype, self.size) else None
@@ -214,6 +214,6 @@ class Runtime:
 
 
 def guarded_call(direction: str, settings: CallSettings, local: dict[str, Tensor], sinks: Tensor | None) -> GuardedCall:
-    """Return attention's forward or backward of a rank's local tensors, as guards are told of it."""
+    """Return attention's forward or backward of a rank's local tensors, as guards see it."""
     operands = {**local, "sinks": sinks, **settings.scores._asdict()}
     return GuardedCall(direction, ATTENTION, settings.layer, operands=operands)

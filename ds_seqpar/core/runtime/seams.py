@@ -1,4 +1,4 @@
-"""Where add-ons come in around a call. The observer of a walk is in `walk.py`, the context of a transfer in
+"""Hooks for add-ons around a call. The observer of a walk is in `walk.py`, the context of a transfer in
 `transport.py`."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ATTENTION = "attention"  # the name of its calls in errors
 
 
 class Inputs(NamedTuple):
-    """The inputs of a call, before anything of it is sent."""
+    """The inputs of a call, before it sends anything."""
 
     call: str  # the function that a user calls
     compared: Compared  # what must be the same on all ranks of the sequence; empty where inputs are wrong
@@ -36,19 +36,19 @@ class GuardedCall(NamedTuple):
 
 
 class Guard:
-    """What is told of calls, for as long as `Runtime.guards` has it."""
+    """An object that is notified of calls as long as it is in `Runtime.guards`."""
 
     def admit(self, inputs: Inputs, error: SeqParError | None) -> SeqParError | None:
-        """Check the inputs of a call, in the order of guards. Collective where the call is.
+        """Check the inputs of a call, in the order of guards. Collective if the call is.
 
         Args:
-            error: Why this rank cannot compute the call, by the checks before.
+            error: Why this rank cannot compute the call, according to earlier checks.
 
         Returns:
-            The error with which this rank goes on to the next guard, and which it raises after the last.
+            The error that this rank passes to the next guard, and raises after the last one.
         """
         return error
 
     def around(self, call: GuardedCall) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a forward or backward, in which all of it is sent."""
+        """Return a context for a forward or backward; everything is sent inside it."""
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Send and receive over torch.distributed, and count what is received. Nothing else calls isend and irecv."""
+"""Send and receive over torch.distributed, and count what is received. No other module calls isend and irecv."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Comm(Protocol):
         ...
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the CP ranks in the order that they have in a collective."""
+        """Return the CP ranks in their order in a collective."""
         ...
 
     def all_gather(self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor) -> Handle:
-        """Start an all-gather of bytes, of which all ranks send as many.
+        """Start an all-gather in which all ranks send the same number of bytes.
 
         Args:
             ranks: the CP ranks that take part.
@@ -90,11 +90,11 @@ class Comm(Protocol):
         ...
 
     def parts_of_all(self, x: Tensor, what: str, shares: bool = False) -> Tensor:
-        """Return the x (n,) of each rank that shares the sequence, (ranks, n), in the same order on all of them.
+        """Return the x (n,) of each rank of the sequence as (ranks, n), in the same order on all ranks.
 
         Args:
             what: the operation, for errors.
-            shares: whether each rank gets its share of every x alone, (ranks, n / ranks), in that order.
+            shares: whether each rank receives only its share of every x, (ranks, n / ranks), in that order.
         """
         ...
 
@@ -103,11 +103,11 @@ class Communication:
     """A context that raises a failed communication of ranks as a CommunicationError with the backend's reason.
 
     Args:
-        what: what communicates, the subject of the sentence.
+        what: what communicates; the subject of the sentence.
         group: the group that communicates; None for this rank alone.
 
     Attributes:
-        awaited: whose message is waited for.
+        awaited: the rank whose message is waited for.
     """
 
     def __init__(self, what: str, group: Group) -> None:
@@ -127,20 +127,20 @@ class Communication:
 
 
 class Works:
-    """torch's works and their tensors, referred to until `wait`: a dropped isend loses its message.
+    """torch's works and their tensors, which are kept until `wait`: a dropped isend loses its message.
 
-    NCCL sends on a stream of its own, after all that the current stream was given before the post. In `wait` the
-    current stream waits for it, and the host does not. So the tensors must not be used between the two. While this
-    object refers to them, their memory is not reused.
+    NCCL sends on its own stream, after all work that was queued on the current stream before the post. In `wait` the
+    current stream waits for NCCL, and the host does not. So the tensors must not be used between post and wait. While
+    this object refers to them, their memory is not reused.
 
     Args:
-        communication: in which they were started, and are waited for.
-        works: one for each message, receives first, or one for all messages, each with whose part in it is waited for;
-            waited for in this order.
-        tensors: those that are sent and received.
+        communication: the context in which they are started and waited for.
+        works: one for each message, receives first, or one for all messages, in the order of waiting; each with the
+            rank that is waited for.
+        tensors: the tensors that are sent and received.
 
     Attributes:
-        batch: the works of messages that run as one operation, which refer to no tensor once they were waited for.
+        batch: the works of messages that run as one operation; after the wait they do not refer to tensors.
     """
 
     batch: list[Any] | None = None
@@ -181,7 +181,7 @@ def _one_by_one(
 def _batched(
     sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], first_tag: int
 ) -> list[Started]:
-    """Post messages as one batch, as NCCL must start them: else ranks that both send first wait for each other."""
+    """Post messages as one batch, as NCCL requires: otherwise two ranks that both send first wait for each other."""
     ops = [
         dist.P2POp(op, m.buffer, group=group, tag=m.tag, group_peer=peers[m.peer])
         for op, messages in ((dist.irecv, receives), (dist.isend, sends))
@@ -199,18 +199,16 @@ SENDS_AHEAD = 3
 def _all_to_all_over_gloo(
     received: Sequence[Tensor], sent: Sequence[Tensor], group: Group, ahead: int | None = None
 ) -> list[Started]:
-    """Start an all-to-all that posts all receives before the first send, where gloo's own mixes both.
+    """Start an all-to-all that posts all receives before the first send; gloo's own all-to-all mixes both.
 
-    A rank sends to the next rank first, then to the one after, so that no two ranks begin
-    with the same one.
+    A rank sends first to the next rank, then to the one after it, so that no two ranks begin with the same receiver.
 
     Args:
         received: for each rank of the group, the tensor that it fills; empty ones are not received.
         sent: for each rank of the group, this one included, the tensor that is sent to it; empty ones are not sent.
         group: the group.
-        ahead: how many sends are posted at once. Before each further send this waits for the next message to arrive. So
-            a link has few messages on it at a time, and none arrives while none is sent. None: all sends are posted at
-            once.
+        ahead: how many sends are posted at once. Each further send waits for the next message to arrive. So a link
+            carries few messages at a time, and sending and receiving overlap. None: all sends are posted at once.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)  # distance: from a rank to a peer
     receives: dict[int, Any] = {
@@ -230,7 +228,9 @@ def _all_to_all_over_gloo(
 
 
 def _all_gather(received: Tensor, sent: Tensor, group: Group) -> list[Started]:
-    """Start an all-gather. Over gloo each rank sends to all, since gloo's own is a ring that waits at every step."""
+    """Start an all-gather. Over gloo each rank sends to all ranks, since gloo's own all-gather is a ring that waits at
+    every step.
+    """
     if sent.device.type != "cpu":
         return [(ALL_GATHER(received, sent, group=group, async_op=True), None)]
     parts = received.view(dist.get_world_size(group), sent.numel()).unbind()
@@ -238,7 +238,9 @@ def _all_gather(received: Tensor, sent: Tensor, group: Group) -> list[Started]:
 
 
 def _all_to_all(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahead: int | None = None) -> list[Started]:
-    """Start an all-to-all. sizes: of the parts of `sent` and `received`. The others: as for `_all_to_all_over_gloo`."""
+    """Start an all-to-all. sizes: of the parts of `sent` and `received`. Other arguments: as for
+    `_all_to_all_over_gloo`.
+    """
     outgoing, incoming = map(list, sizes)
     if sent.device.type != "cpu":
         return [(dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True), None)]
@@ -249,16 +251,16 @@ PAIRS = 16  # members of a group of which every pair is connected when it is mad
 
 
 def connected_to(rank: int, size: int) -> list[int]:
-    """Return the members of a group that one connects to at once: all, or its neighbors and those opposite."""
+    """Return the members of a group that a member connects to at once: all, or its neighbors and the opposite ones."""
     distances = range(1, size) if size <= PAIRS else (1, size // 2, -(-size // 2), size - 1)
     return sorted({(rank + distance) % size for distance in distances})
 
 
 def connect(group: Group, communication: type[Communication]) -> None:
-    """Let members of a group that has communicators on devices send one another a byte, both ways in one batch.
+    """Let members of a group with communicators on devices send one another a byte, both ways in one batch.
 
-    NCCL connects two members when they first do so, and the host waits. Members that are half the group apart connect
-    both ways at once, by a batch that must hold both ways on both of them.
+    NCCL connects two members at their first message, and the host waits. Members half a group apart connect both ways
+    at once; the batch must contain both ways on both members.
     """
     if group is None or (device := communicator_device(group)) is None:
         return
@@ -276,7 +278,7 @@ class TorchComm:
 
     Args:
         groups: this rank's.
-        communication: the context of each communication, which may report where it waits, and explain a failure.
+        communication: the context of each communication, which may report waits and explain failures.
     """
 
     first_tag = 0  # of messages
@@ -321,7 +323,7 @@ class TorchComm:
         return gathered
 
     def exchange_with_all(self, what: str, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> None:
-        """Exchange elements with the ranks that share the sequence, of whatever plan, and wait.
+        """Exchange elements with the ranks that share the sequence, under any plan, and wait.
 
         Args:
             what: the operation, for errors.
@@ -366,9 +368,8 @@ class TorchComm:
 
 
 class OneRing(TorchComm):
-    """The transport of a schedule that runs on all ranks of the sequence, beside that of the configured one.
-
-    It has no groups and no counts of its own.
+    """The transport of a schedule that runs on all ranks of the sequence, next to the configured one. It does not have
+    its own groups and counts.
     """
 
     first_tag = 0x7800  # it may send in the group of all ranks; no tag is that of an agreement or an exchange

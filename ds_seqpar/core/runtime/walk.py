@@ -25,27 +25,27 @@ from .transport import Comm, Handle, Message
 
 
 class Observer:
-    """What is told of walks, for as long as `Runtime.observers` has it."""
+    """An object that is notified of walks as long as it is in `Runtime.observers`."""
 
     def begin(self, walk: Walk) -> bool:
-        """Return whether to be told of what follows of a walk of real ranks."""
+        """Return whether to be notified of the rest of a walk of real ranks."""
         return True
 
     def before(self, walk: Walk, instruction: op.Instruction) -> None:
         """Called before an instruction is executed."""
 
     def after(self, walk: Walk, instruction: op.Instruction) -> None:
-        """Called once it was, before slots are freed."""
+        """Called after an instruction is executed, before slots are freed."""
 
     def end(self, walk: Walk, results: list[Tensor] | None) -> None:
-        """Called at the end of a walk, with the call's results; None where an error ended it."""
+        """Called at the end of a walk, with the call's results; None if an error ended it."""
 
     def sent(self, device: torch.device, program: op.Program, batches: list[Any], comm: Comm) -> None:
-        """Called where a device was given messages outside of a walk.
+        """Called when messages were queued on a device outside a walk.
 
         Args:
-            program: Says which.
-            batches: Of each wait in it, the works of its messages, or None.
+            program: Describes the messages.
+            batches: The works of the messages of each wait in it, or None.
         """
 
 
@@ -54,9 +54,9 @@ class Walk:
 
     Attributes:
         at: The number of the next instruction, or of the one that failed.
-        tickets: The transfers that were started and not yet waited for, by ticket.
+        tickets: The pending transfers, by ticket.
         results: The accumulator of each unit.
-        entered: Whether a head chunk was entered and not yet left.
+        entered: Whether the walk is inside a head chunk.
     """
 
     work: Forward  # of the head chunk that was entered
@@ -71,10 +71,8 @@ class Walk:
         self.at, self.entered = 0, False
 
     def run(self) -> list[Tensor]:
-        """Execute all instructions and return the call's results. For real ranks, whose waits block.
-
-        An error then says where in the program it happened: the step, the instructions before and after it, and with
-        which ranks.
+        """Execute all instructions and return the call's results. For real ranks, whose waits block. An error says
+        where in the program it happened: the step, the instructions before and after it, and the ranks involved.
         """
         device_type, count = self.call.device.type, len(self.program.code)
         self.observers = [x for x in self.observers if x.begin(self)]
@@ -156,7 +154,7 @@ class Walk:
         return self.work.local(unit[0], rows, for_message)
 
     def local_rows(self, kind: str, key: Key) -> slice:
-        """Return which rows of this rank's tensors a local block has."""
+        """Return the rows of a local block in this rank's tensors."""
         return rows_in(self.bound.shards, side_of(kind), key[0])
 
     def pack(self, instruction: op.Pack) -> None:
@@ -228,8 +226,9 @@ class Walk:
             accumulator.copy_into(self.buffers.tensors(instruction.into, instruction.unit))
 
     def scatter_start(self, instruction: op.ScatterStart) -> None:
-        """Start an all-to-all of partial results, which the receivers merge: the bytes of a reduce-scatter, with a
-        reduction of our own. The local partial result is not sent, so it is not rounded to comm_dtype."""
+        """Start an all-to-all of partial results, which the receivers merge. It moves the bytes of a reduce-scatter,
+        but uses our own reduction. The local partial result is not sent, so it is not rounded to comm_dtype.
+        """
         reduce, kind, rank = instruction.collective, instruction.collective.kind, self.program.rank
         blocks, local_key = reduce.blocks, reduce.key_of(rank)
         whole = self.results.pop((kind, blocks)).settled()
@@ -273,7 +272,7 @@ class Walk:
         self.results.clear()
 
     def rows(self, kind: str, blocks: Key, key: Key) -> tuple[slice, ...]:
-        """Return which rows of the tensors of `blocks` the block `key` has."""
+        """Return the rows of the block `key` in the tensors of `blocks`."""
         return rows_of(self.bound.shards, side_of(kind), blocks, key)
 
 
@@ -281,7 +280,7 @@ EXECUTE = methods_of(Walk)
 
 
 def _rows_and_pieces(whole: Tensor, tensor: Tensor, rows: tuple[slice, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Return views of those rows of `whole` (B, n, ...), each with the piece of `tensor` (B, m, ...) of these rows."""
+    """Return views of these rows of `whole` (B, n, ...), each with the matching piece of `tensor` (B, m, ...)."""
     if len(rows) == 1:
         return [(whole[:, rows[0]], tensor)]
     pieces = tensor.split([row.stop - row.start for row in rows], dim=1)

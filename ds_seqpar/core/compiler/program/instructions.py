@@ -64,7 +64,7 @@ class Wait(NamedTuple):
 
 
 class GatherStart(NamedTuple):
-    """Start an all-gather of `sent` into `received`, which is ordered by rank."""
+    """Start an all-gather of `sent` into `received`, in order of rank."""
 
     step: int
     ticket: int
@@ -78,7 +78,7 @@ class GatherStart(NamedTuple):
 
 
 class Assemble(NamedTuple):
-    """Put a gathered operand in order of position."""
+    """Sort a gathered operand by position."""
 
     step: int
     collective: Collective
@@ -102,7 +102,7 @@ class Product(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """Merge a result that arrived with the accumulator, if there is one, into slot `into`."""
+    """Merge a received result with the accumulator, if there is one, into slot `into`."""
 
     step: int
     unit: Unit
@@ -112,7 +112,7 @@ class Merge(NamedTuple):
 
 
 class Export(NamedTuple):
-    """Convert an accumulator to the message that is sent to another rank."""
+    """Convert an accumulator to a message for another rank."""
 
     step: int
     unit: Unit
@@ -121,7 +121,7 @@ class Export(NamedTuple):
 
 
 class ScatterStart(NamedTuple):
-    """Start to send the other members their shards of an accumulator; store the local shard in slot `local_part`."""
+    """Start sending other members their shards of an accumulator; store the local shard in slot `local_part`."""
 
     step: int
     ticket: int
@@ -137,7 +137,7 @@ class ScatterStart(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """Merge the shards that the other members sent into the accumulator of `unit`."""
+    """Merge the shards from the other members into the accumulator of `unit`."""
 
     step: int
     unit: Unit
@@ -154,10 +154,8 @@ class Finish(NamedTuple):
 
 
 class HeadExchange(NamedTuple):
-    """Tensors of a head chunk that Ulysses ranks exchange in one all-to-all.
-
-    Inward, from local tokens of all the head chunk's heads to all tokens of the CP rank, of a Ulysses rank's own heads;
-    outward, the reverse.
+    """Tensors of a head chunk that Ulysses ranks exchange in one all-to-all. Inward, it turns local tokens with all
+    heads of the head chunk into all tokens of the CP rank with the Ulysses rank's own heads; outward, the reverse.
     """
 
     head_chunk: int
@@ -177,9 +175,8 @@ class HeadExchange(NamedTuple):
 
 
 class PackHeads(NamedTuple):
-    """Pack the tensors that each Ulysses rank is sent into one buffer.
-
-    Inward these are some of the caller's tensors, outward results of the head chunk.
+    """Pack the tensors for each Ulysses rank into one buffer. Inward these are some of the caller's tensors, outward
+    the results of the head chunk.
     """
 
     step: int
@@ -199,7 +196,7 @@ class ExchangeStart(NamedTuple):
 
 
 class Enter(NamedTuple):
-    """Begin a head chunk: from here on, local tensors are those of the head chunk."""
+    """Begin a head chunk: from here on, local tensors are the head chunk's."""
 
     step: int
     head_chunk: int
@@ -214,7 +211,7 @@ class Leave(NamedTuple):
 
 
 class UnpackHeads(NamedTuple):
-    """Copy results that arrived outward to their heads of the caller's tokens."""
+    """Copy results received outward to their heads of the caller's tokens."""
 
     step: int
     exchange: HeadExchange
@@ -248,7 +245,7 @@ def methods_of(reader: type) -> dict[type, Callable[[Any, Any], None]]:
 
 
 def label_of(instruction: Instruction) -> str:
-    """Return a text of what an instruction does, without its slots."""
+    """Describe an instruction, without its slots."""
     match instruction:
         case Product():
             return f"q{name_of(instruction.q)}*kv{name_of(instruction.kv)}"
@@ -269,7 +266,7 @@ def label_of(instruction: Instruction) -> str:
 
 
 def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction:
-    """Return the instruction with each slot number replaced by `name(slot)`; local tensors stay."""
+    """Return the instruction with each slot number replaced by `name(slot)`; local tensors stay unchanged."""
 
     def new_slot(slot: int) -> int:
         return slot if is_local(slot) else name(slot)
@@ -311,7 +308,7 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """The program of one rank, of a schedule on `size` CP ranks."""
+    """The program of one rank, for a schedule on `size` CP ranks."""
 
     name: str  # of the schedule
     direction: str
@@ -324,9 +321,8 @@ class Program:
     blocks_per_rank: int = 1
 
     def where(self, at: int, around: int = 2) -> str:
-        """Return a text about instruction number `at`, for error messages.
-
-        It has the instruction's step, `around` steps before and after it, and the ranks that take part in it.
+        """Describe instruction number `at`, for error messages: its step, `around` steps before and after it, and the
+        ranks that take part in it.
         """
         step = self.code[at].step
         peers = sorted(

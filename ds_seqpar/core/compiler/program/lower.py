@@ -1,9 +1,8 @@
-"""Lowering: from a rank's steps to its program.
-
-This decides which copies are made, when each transfer is waited for, and which slots are used. `lower` first gives
-every unit a buffer of its own; `assign` then lets buffers of one size share a slot if they are not live at the same
-time. Over gloo a message is only sent once its receiver has reported that it is ready, and that report is queued behind
-the receiver's own sends. So receives may be posted at the start of an earlier step.
+"""Lowering turns a rank's steps into its program. It decides which copies are made, when to wait for each transfer, and
+which slots are used. `lower` first gives every unit its own buffer; `assign` then lets buffers of the same size share a
+slot if they are not live at the same time. Over gloo a message is sent only after its receiver has reported that it is
+ready, and that report is queued behind the receiver's own sends. So receives may be posted at the start of an earlier
+step.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ def lower(
     """Return the program of one rank.
 
     Args:
-        comm_in_accum_dtype: whether results are sent in accum_dtype. If so, the accumulator is added to a result where
-            it arrived, and is sent on from there.
+        comm_in_accum_dtype: whether results are sent in accum_dtype. If so, the accumulator is added to a received
+            result in its buffer, and is sent on from there.
         blocks_per_rank: number of blocks that each rank owns.
         ahead: number of steps by which receives are posted early; 0 posts each in the step in which the message is
             sent.
@@ -95,7 +94,7 @@ class _Lowering:
         self.code += [op.Wait(index, ticket) for ticket, _ in self.arriving.pop(index, [])]
 
     def receive(self, index: int, due: int, step: Step) -> None:
-        """Post in step `index` the receives of step `due`."""
+        """Post the receives of step `due` in step `index`."""
         for role, moves_of_step in (("operand", step.moves), (self.result_role, step.results)):
             for within, moves in _by_within(moves_of_step):
                 self.posted[due, role, within] = self.transfer(index, (due, role, within), [], moves)
@@ -103,10 +102,10 @@ class _Lowering:
     def transfer(
         self, index: int, group: tuple[int, str, int], sends: list[tuple[Move, int]], moves: list[Move]
     ) -> list[_Arrival]:
-        """Post the moves that are due together, but for receives that were posted early; return what to wait for.
+        """Post the moves that are due together, except receives that were posted early. Return what to wait for.
 
         Args:
-            group: (the step of the moves, role of the buffers that they are received into, within).
+            group: (the step of the moves, the role of their receive buffers, within).
             sends: this rank's sends among the moves, each with its buffer.
         """
         early = self.posted.pop(group, None)
@@ -115,7 +114,7 @@ class _Lowering:
         return (early or []) + ([self.post(index, sends, receives)] if sends or receives else [])
 
     def finish(self, steps: int) -> list[Instruction]:
-        """Complete a program of so many steps, and return its code."""
+        """Complete a program with this number of steps, and return its code."""
         last = max(0, steps - 1)
         for due in sorted(self.merging):
             self.merge(last, due)
@@ -142,9 +141,8 @@ class _Lowering:
         return ticket, arriving
 
     def tag(self, unit: Unit) -> int:
-        """Return a tag that both ends can derive, and that no other message between them uses at the same time.
-
-        It is made of the unit's kind and first block.
+        """Return a tag that both ends can derive, and that no other message between them uses at the same time. It
+        consists of the unit's kind and first block.
         """
         return UNIT_KINDS.index(unit[0]) * self.blocks + unit[1][0]
 
@@ -198,7 +196,7 @@ class _Lowering:
 
 
 def _by_within(moves: tuple[Move, ...]) -> list[tuple[int, list[Move]]]:
-    """Return (within, moves) for each value of `within`: moves that are due together are posted together."""
+    """Return (within, moves) for each value of `within`; moves that are due together are posted together."""
     groups: dict[int, list[Move]] = defaultdict(list)
     for move in moves:
         groups[move.within].append(move)
@@ -211,7 +209,7 @@ Pool = tuple[str, str, int]
 
 
 def pool_of(buffer: Slot) -> Pool:
-    """Return the pool of a buffer; buffers of one pool can share slots."""
+    """Return the pool of a buffer; buffers of the same pool can share slots."""
     return buffer.kind, buffer.role, len(buffer.keys[0])
 
 
@@ -232,8 +230,8 @@ def last_uses(code: list[Instruction]) -> dict[int, int]:
 def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
     """Assign buffers to slots, and return the code, slots and frees of a program.
 
-    This is a linear scan, in which buffers of one size share a slot if they are not live at the same time. A buffer is
-    live from the first instruction that uses it to the last.
+    This is a linear scan in which buffers of the same size share a slot if they are not live at the same time. A buffer
+    is live from the first instruction that uses it to the last.
     """
     last = last_uses(code)
     slots: list[Slot] = []

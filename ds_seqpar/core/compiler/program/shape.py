@@ -34,7 +34,9 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The batch and the heads that one rank computes, and the tensors of attention. Operators with others extend it."""
+    """The batch and the heads that one rank computes, and the tensors of attention. Operators with other tensors extend
+    it.
+    """
 
     batch: int
     q_heads: int
@@ -53,27 +55,26 @@ class Shape:
         return ITEMSIZE[self.dtype]
 
     def of_heads(self, q: slice, kv: slice) -> Shape:
-        """Return the shape of some of the heads."""
+        """Return the shape for some of the heads."""
         return dataclasses.replace(self, q_heads=q.stop - q.start, kv_heads=kv.stop - kv.start)
 
     @property
     def kv(self) -> dict[str, int]:
-        """The width of each tensor of keys, by name."""
+        """The width of each key tensor, by name."""
         return {"k": self.head_dim, "v": self.head_dim}
 
     @property
     def kernel_kv_heads(self) -> int:
-        """The heads of the keys that a kernel is given."""
+        """The number of key heads that a kernel receives."""
         return self.kv_heads
 
     def product_bytes(self, direction: str, keys: int) -> int:
-        """Return the bytes that a product with so many keys computes for itself, beside those of a kernel."""
+        """Return the bytes of temporaries of a product with this number of keys, apart from the kernel's."""
         return 0
 
     def field(self, name: str, dtype: str | None = None) -> Field:
         """Return a tensor of a call: q, out, one of `kv`, a gradient of these ("d" and its name), or lse or delta.
-
-        `dtype` is that of the others than lse and delta, by default that of q.
+        `dtype` applies to all except lse and delta, and defaults to q's.
         """
         if name in ("lse", "delta"):
             return Field(name, "q", self.q_heads, 0, self.accum_dtype)
@@ -82,7 +83,7 @@ class Shape:
         return Field(name, *size, dtype or self.dtype)
 
     def fields(self, direction: str, kind: str, dtype: str | None = None) -> tuple[Field, ...]:
-        """Return the tensors of a unit of this kind. `dtype` is that of a result, `comm_dtype` by default."""
+        """Return the tensors of a unit of this kind. `dtype` is the dtype of a result, by default `comm_dtype`."""
         if kind in ("q", "kv"):
             names, dtype = tuple(self.kv) if kind == "kv" else ("q",), self.dtype
             names += ("do", "lse", "delta") if (direction, kind) == ("backward", "q") else ()
@@ -91,11 +92,11 @@ class Shape:
         return tuple(self.field(name, dtype or self.comm_dtype) for name in names)
 
     def bytes_per_token(self, direction: str) -> dict[str, int]:
-        """Return, for each kind of unit, the bytes of one token as it is sent, for the whole batch."""
+        """Return the bytes sent per token for each kind of unit, for the whole batch."""
         return _bytes_per_token(self, direction)
 
     def elements_per_token(self, direction: str) -> dict[str, int]:
-        """Return, for each kind of unit, the elements of one token, for the whole batch."""
+        """Return the elements per token for each kind of unit, for the whole batch."""
         kinds = ("q", "kv", *ACCUMULATORS[direction])
         return {kind: self.batch * sum(f.elements for f in self.fields(direction, kind)) for kind in kinds}
 
@@ -118,7 +119,7 @@ class FieldLocation(NamedTuple):
 def locations_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[FieldLocation, ...]:
     """Return the location of each field in the buffer of a unit.
 
-    Fields of wider elements come first, so that every field is aligned without a gap.
+    Fields with wider elements come first, so that every field is aligned without gaps.
     """
     locations, at = {}, 0
     for field in sorted(fields, key=lambda f: -f.itemsize):
@@ -130,12 +131,12 @@ def locations_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[Fi
 
 
 def token_bytes(fields: Iterable[Field]) -> int:
-    """Return the bytes of these tensors for one token of one sequence."""
+    """Return the bytes of these tensors per token of one sequence."""
     return sum(f.elements * f.itemsize for f in fields)
 
 
 def buffer_bytes(fields: tuple[Field, ...], rows: int) -> int:
-    """Return the bytes of a unit of `rows` tokens, rounded up to a multiple of 8 to align the unit after it."""
+    """Return the bytes of a unit of `rows` tokens, rounded up to a multiple of 8 to align the next unit."""
     return -(-rows * token_bytes(fields) // 8) * 8
 
 
@@ -145,11 +146,11 @@ def shape_of(
     """Return the shape of one rank's tensors.
 
     Args:
-        comm_dtype: the setting, where "fp32" means fp32 or wider.
-        dtype: of q, k and v, as torch names it.
+        comm_dtype: the setting; "fp32" means fp32 or wider.
+        dtype: torch's name of the dtype of q, k and v.
         heads: (query heads, key/value heads, head_dim) of one rank.
         kind: the shape's class, which an operator may extend.
-        more: the attributes that `kind` has beside those of `Shape`.
+        more: the attributes of `kind` in addition to those of `Shape`.
     """
     accum_dtype = "float64" if dtype == "float64" else "float32"
     comm_dtype, (q, kv, dim) = {"fp32": accum_dtype, "bf16": "bfloat16"}[comm_dtype], heads

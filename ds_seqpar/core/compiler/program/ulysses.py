@@ -1,12 +1,11 @@
 """Ulysses' exchanges of heads, and head chunks, as instructions around the programs of the CP ranks.
 
-An all-to-all among neighboring ranks, the Ulysses ranks, gives each of them some heads of their common tokens
-(DeepSpeed Ulysses, Jacobs et al., 2023). A head chunk attends to some of the heads, so that the inner tensors of all
-heads never exist at the same time (Untied Ulysses). These fields are exchanged:
+An all-to-all among neighboring ranks, the Ulysses ranks, gives each of them some heads of all their tokens
+(DeepSpeed Ulysses, Jacobs et al., 2023). A head chunk covers some of the heads, so that the inner tensors of all heads
+never exist at the same time (Untied Ulysses). These fields are exchanged:
 
-forward: q, k and v inward; out, and lse if it is asked for, outward.
-backward: do inward, and what forward did not save: q, k and v again, and delta = rowsum(do * out) in place of out; dq,
-dk and dv outward.
+forward: q, k and v inward; out, and lse if requested, outward. backward: do inward, with tensors that forward did not
+save: q, k and v again, and delta = rowsum(do * out) instead of out; dq, dk and dv outward.
 
 An operator may have other tensors than k and v (`Shape.kv`).
 """
@@ -40,7 +39,7 @@ NO_ULYSSES = UlyssesGroup()
 
 
 class SavedForBackward(enum.IntEnum):
-    """The tensors that forward saves for backward, beside the caller's own tensors and the lse."""
+    """The tensors that forward saves for backward, in addition to the caller's own tensors and the lse."""
 
     NOTHING = 0
     QKV = 1  # q, k and v after the all-to-all: backward does not exchange them again
@@ -57,7 +56,7 @@ class SavedForBackward(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The heads of a call: the Ulysses group that shares them, and the head chunks in which they are attended to."""
+    """The heads of a call: the Ulysses group that shares them, and their head chunks."""
 
     ulysses: UlyssesGroup
     head_chunks: tuple[HeadChunk, ...]  # which together have all heads
@@ -71,7 +70,7 @@ class Heads:
         return rules.heads_of_ulysses_rank(*self.head_chunks[head_chunk].counts, *self.ulysses)
 
     def of_head_chunk(self, head_chunk: int, side: str) -> slice:
-        """Return the heads of the head chunk, among all heads of a side."""
+        """Return the head chunk's heads among all heads of a side."""
         return self.head_chunks[head_chunk].kv if side == "kv" else self.head_chunks[head_chunk].q
 
 
@@ -116,11 +115,11 @@ def call_program(
 
     Args:
         inner: the inner program of each head chunk.
-        together: whether all operands can be sent in one exchange.
+        together: whether one exchange can carry all operands.
         lse: whether the lse of local tokens is returned to the caller.
-        overlap: receive the operands of the next head chunk and send the results of the previous one while a head chunk
-            computes. Without it, each exchange is waited for at once.
-        kv: the names of the tensors of keys.
+        overlap: whether to receive the operands of the next head chunk and send the results of the previous one while a
+            head chunk computes. Without it, each exchange is waited for at once.
+        kv: the names of the key tensors.
     """
     builder, direction, overlap = _CallBuilder(ulysses_size), inner[0].direction, overlap and len(inner) > 1
     inward, outward = [*inward_fields(direction, together, saved, kv)], [*outward_fields(direction, lse, kv)]
@@ -203,7 +202,7 @@ class _CallBuilder:
         return start
 
     def end(self, start: op.ExchangeStart) -> tuple[HeadExchange, int]:
-        """Wait for an exchange. Return it with the slot that it was received into."""
+        """Wait for an exchange. Return it with its receive slot."""
         self.add(op.Wait(self.end_step(start), start.ticket), start.sent)
         return start.exchange, start.received
 
@@ -213,7 +212,9 @@ class _CallBuilder:
         self.add(op.UnpackHeads(self.end_step(start), start.exchange, start.received), start.received)
 
     def end_step(self, start: op.ExchangeStart) -> int:
-        """Return the step in which an exchange ends: that of its start, or a new one if other steps came between."""
+        """Return the step in which an exchange ends: the step of its start, or a new one if other steps have begun
+        since.
+        """
         if start.step == len(self.words) - 1:
             return start.step
         text = f"{start.exchange.words} has been exchanged"

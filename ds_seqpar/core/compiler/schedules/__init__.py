@@ -1,8 +1,8 @@
 """The registry of schedules.
 
-Every file here defines one `Schedule` or a family of them, and is found automatically; `register` adds others, as the
-add-ons in `ds_seqpar.schedules` do. An add-on may also read schedules whose names have a prefix of its own (`READERS`).
-A `Schedule` contains everything that is specific to it, its own layouts too; no other module contains its name.
+Every file here defines one `Schedule` or a family, and is found automatically. `register` adds others, such as the
+add-ons in `ds_seqpar.schedules`. An add-on may also read schedules whose names begin with its own prefix (`READERS`). A
+`Schedule` contains everything that is specific to it, including its own layouts; no other module contains its name.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ def remove(name: str) -> None:
 
 
 def schedule(name: str) -> Schedule:
-    """Return the schedule of this name, of "auto", or of a file, "file:PATH", which a process reads once.
+    """Return the schedule with this name, the one for "auto", or one from a file, "file:PATH", which a process reads
+    once.
 
     Raises:
-        ConfigError: No schedule has this name; the message has the nearest one.
+        ConfigError: No schedule has this name; the message suggests the nearest one.
         PlanError: The file has no plans of exact attention.
     """
     if isinstance(name, str) and any(map(name.startswith, READERS)):
@@ -81,7 +82,7 @@ def settings() -> dict[str, tuple[Setting, Schedule]]:
 
 
 def schedules_in(modules: Iterable[ModuleType]) -> list[Schedule]:
-    """Return the schedules of these modules by name, each once, even if a module imports it from another."""
+    """Return the schedules of these modules by name; each appears once, even if a module imports it from another."""
     schedules = {value for module in modules for value in vars(module).values() if isinstance(value, Schedule)}
     return sorted(schedules, key=lambda schedule: schedule.name)
 

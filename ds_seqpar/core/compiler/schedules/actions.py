@@ -1,15 +1,15 @@
-"""The actions of ranks as data: products of blocks, and the moves of operands and results between ranks.
+"""The actions of ranks as data: products of blocks, and moves of operands and results between ranks.
 
-Blocks are numbered by the CP rank that owns them. Where each rank owns one, block p is rank p's. Where each owns
-`blocks_per_rank`, rank p's are `owned(p, blocks_per_rank)`, in the order of positions. A *key* is a sorted tuple of
-block numbers: one block, or blocks that were gathered into one operand. Operands are "q" and "kv" (in a backward plan
-"q" means all tensors of a query block: q, the output's gradient, lse, delta). Accumulators are "out" in forward and
-"dq", "dkv" in backward.
+Blocks are numbered by the CP rank that owns them. If each rank owns one block, block p is rank p's. If each owns
+`blocks_per_rank`, rank p's are `owned(p, blocks_per_rank)`, in order of position. A *key* is a sorted tuple of block
+numbers: one block, or several blocks gathered into one operand. Operands are "q" and "kv" (in a backward plan "q"
+means all tensors of a query block: q, the output's gradient, lse, delta). Accumulators are "out" in forward and "dq",
+"dkv" in backward.
 
 In one step a rank gathers operands, posts the step's operand moves and computes products. Then it merges the results
 that are due, posts the step's result moves, reduce-scatters, and waits for the operands that are due. A move is due
-`within` steps, 1 unless a pass sets another number. So operands are sent during the products of their own step, and
-results during those of the next.
+after `within` steps, 1 unless a pass sets another number. So operands are sent during the products of their own step,
+and results during the products of the next.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """A copy of an operand from `src` to `dst`, or an accumulator that leaves `src` and is merged into `dst`'s.
+    """A copy of an operand from `src` to `dst`, or an accumulator that leaves `src` and is merged into the one on
+    `dst`.
 
     An operand that is posted in step s can be used from step s + within on. A result is merged after the products of
     step s + within, or at the end of the plan.
@@ -69,7 +70,7 @@ class Move:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """`ranks[i]` contributes (Gather) or ends with (ReduceScatter) `keys[i]`; `blocks` are those of all keys."""
+    """`ranks[i]` contributes (Gather) or ends with (ReduceScatter) `keys[i]`; `blocks` are the blocks of all keys."""
 
     ranks: tuple[int, ...]
     kind: str
@@ -96,12 +97,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gather(Collective):
-    """Every member ends with the operand of all blocks."""
+    """Every member ends up with the operand of all blocks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReduceScatter(Collective):
-    """The members' accumulators of all blocks are merged; member i ends with that of `keys[i]`."""
+    """The members' accumulators of all blocks are merged; member i ends up with the one of `keys[i]`."""
 
     def received(self, rank: int) -> int:
         return len(self.key_of(rank)) * (len(self.ranks) - 1)
@@ -125,7 +126,7 @@ class Step:
         yield from itertools.chain(self.gathers, self.moves, self.computes, self.results, self.reduces)
 
     def words(self, rank: int) -> str:
-        """Return the step as text, which `text.parse` reads; "-" where the rank does nothing."""
+        """Return the step as text that `text.parse` reads; "-" if the rank does nothing."""
         labels = [f"{gather.kind}{name_of(gather.blocks)}@" for gather in self.gathers]
         labels += map(str, self.computes)
         for move in (*self.moves, *self.results):
@@ -139,7 +140,7 @@ Steps = tuple[Step, ...]
 
 
 def moves_of(rank: int, moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Return the moves that a rank takes part in, each once, in one order on all ranks."""
+    """Return the moves that a rank takes part in, each once, in the same order on all ranks."""
     return tuple(sorted({move for move in moves if rank in move.ranks}, key=lambda m: (m.kind, m.key, m.dst)))
 
 

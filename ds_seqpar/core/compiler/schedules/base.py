@@ -31,7 +31,7 @@ class Setting:
     option: Mapping[str, Any]  # the keyword arguments of argparse's add_argument
 
     def checked(self, value: object) -> Value | str:
-        """Return the value, a list as a tuple.
+        """Return the value; a list becomes a tuple.
 
         Raises:
             ConfigError: The value is neither "auto" nor accepted.
@@ -44,7 +44,7 @@ class Setting:
 
 
 def count(name: str, help: str) -> Setting:
-    """Return a setting that is one whole number from 1."""
+    """Return a setting that is one positive whole number."""
     return Setting(name=name, help=help, wanted="a whole number from 1", accepts=is_count, option={"type": int})
 
 
@@ -54,32 +54,32 @@ def is_count(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """A schedule for A CP ranks, as all other modules see it.
+    """A schedule for A CP ranks, as other modules see it.
 
     Attributes:
         name: Its name in settings.
         summary: One line that describes it.
-        build: (topology, block mask, direction, moving_side) -> the steps of any rank. Raises ConfigError where it has
-            none. If it returns a `plan.Counted`, as `Rotation` and `Direct` are, "auto" chooses the moving side by the
+        build: (topology, block mask, direction, moving_side) -> the steps of any rank. Raises ConfigError if it has
+            none. If it returns a `plan.Counted`, such as `Rotation` or `Direct`, "auto" chooses the moving side by the
             block mask.
-        axes: (ranks, options) -> names and sizes of the axes of its ranks, the one that is numbered fastest first.
+        axes: (ranks, options) -> names and sizes of the axes of its ranks, the fastest-numbered axis first.
         received: (axes, direction, moving_side, units) -> elements that each rank receives, computed without a plan.
-            units: elements of one block of each kind, as `Plan.received` takes them. It is exact where every product is
-            needed that `can_compute` allows: under full attention, and under causal attention on zigzag blocks.
-            Elsewhere plans may leave out moves and receive less. It is the same with overlap.
+            units: elements of one block of each kind, as for `Plan.received`. It is exact if every product that
+            `can_compute` allows is needed: under full attention, and under causal attention on zigzag blocks. Otherwise
+            plans may omit moves and receive less. It is the same with overlap.
         settings: Its own settings.
-        shapes: ranks -> all values that its settings can have together, one mapping for each shape.
-        resolve: (ranks, fixed, heads) -> the settings of one shape, `fixed` ones among them. It chooses the others, for
-            these heads where they are known. Raises ConfigError for values that do not fit.
-        by_shape: (ranks, options) -> the fields of this class that have other values with this shape; see `at`.
-        extra_layouts: Layouts that are known as long as the schedule is registered.
+        shapes: ranks -> all valid combinations of its settings, one mapping for each shape.
+        resolve: (ranks, fixed, heads) -> the settings of one shape, including the `fixed` ones. It chooses the others,
+            for these heads if they are known. Raises ConfigError for values that do not fit.
+        by_shape: (ranks, options) -> the fields of this class whose values differ for this shape; see `at`.
+        extra_layouts: Layouts that exist as long as the schedule is registered.
         layouts: Names of the layouts that it works on.
-        default_layout: The layout of "auto".
+        default_layout: The layout for "auto".
         moving_sides: The sides that it can move; "auto" takes the one that sends fewer bytes.
         can_compute: (q block, kv block) -> whether it can compute that product at all.
         collective_axes: The axes along which it gathers and reduces, which need process groups.
-        digest: Of a file's plans: what ranks compare beside the name.
-        ring_axes: The axes of transfers between neighbors. Rank orders put these or `collective_axes` into a node.
+        digest: For a file's plans, the value that ranks compare in addition to the name.
+        ring_axes: The axes of transfers between neighbors. Rank orders place these or `collective_axes` within a node.
     """
 
     name: str
@@ -101,13 +101,12 @@ class Schedule:
     digest: str = ""
 
     def at(self, ranks: int, options: ScheduleOptions) -> Schedule:
-        """Return the schedule with the fields that it has with this shape."""
+        """Return the schedule with the fields for this shape."""
         return dataclasses.replace(self, **self.by_shape(ranks, options))
 
     def shaped(self, ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None, layout: str) -> ScheduleOptions:
-        """Return the settings that `resolve` gives.
-
-        For a layout that only other shapes work on, return the first of those shapes that has the `fixed` settings.
+        """Return the settings from `resolve`. If only other shapes work on the layout, return the first of them that
+        has the `fixed` settings.
         """
         options = self.resolve(ranks, fixed, heads)
         if layout in ("auto", *self.at(ranks, options).layouts):
@@ -122,7 +121,7 @@ class Schedule:
 
     @property
     def rank_orders(self) -> dict[str, tuple[str, ...]]:
-        """Preset -> the axes that it puts first, without presets whose axes the schedule does not have."""
+        """Preset -> the axes that it puts first; presets with axes that the schedule does not have are left out."""
         first = {"ulysses_intra": ("ulysses",), "ring_intra": self.ring_axes, "collectives_intra": self.collective_axes}
         return {"auto": ("ulysses",), **{preset: axes for preset, axes in first.items() if axes}}
 
@@ -131,10 +130,9 @@ RANK_ORDERS = ("auto", "collectives_intra", "ring_intra", "ulysses_intra")
 
 
 def blocks_received(ranks: int, queries: int, keys: int, direction: str, units: Mapping[str, float]) -> list[float]:
-    """Return the elements that each rank receives, where all receive as many.
-
-    Each receives `queries` query blocks, and results of its own queries from as many ranks; `keys` key/value blocks
-    and, in backward, as many gradients.
+    """Return the elements that each rank receives if all receive the same number. Each receives `queries` query blocks,
+    and results of its own queries from the same number of ranks. It also receives `keys` key/value blocks and, in
+    backward, the same number of gradients.
 
     Args:
         units: Elements of one block of each kind.

@@ -1,6 +1,6 @@
 """The mesh family: Attention2D, WallFacer and Ring Attention as shapes (a, b, R) of one schedule.
 
-Attention2D is a mesh without a ring; WallFacer is a mesh (C, C, A / C^2).
+Attention2D is a mesh without a ring. WallFacer is a mesh (C, C, A / C^2).
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
     """Return the steps of a mesh, in which rank p = x + a (y + b z).
 
     q is gathered along x, k/v along y, and one of them rotates along z. (out, lse) or the gradients are
-    reduce-scattered along the axis that their operand was gathered on. q(x0, y0, z0) and kv(x1, y1, z1) meet once, on
-    rank (x1, y0, z0) where k/v rotates.
+    reduce-scattered along the axis on which their operand was gathered. q(x0, y0, z0) and kv(x1, y1, z1) meet once, on
+    rank (x1, y0, z0) if k/v rotates.
 
     (1, 1, A) is Ring Attention. (a, b, 1) is Attention2D (Algs. 1-3; cols = a, rows = b). (C, C, A / C^2) is WallFacer
     with teams of C. Its initial transfer of k/v is not needed, because q and k/v are gathered along different axes.
-    Collectives need blocks of one length that all their members read; otherwise blocks are sent directly from their
-    owners.
+    Collectives need blocks of equal length that all their members read; otherwise owners send blocks directly.
     """
     a, b, turns = (topology.size(axis) for axis in "xyz")
     plane, size = a * b, a * b * turns
@@ -64,7 +63,7 @@ def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tu
 
 
 def _group(route: Round, rank: int, turns: int, moving_side: str) -> tuple[Key, int]:
-    """Return all q blocks that come to a rank, and all kv blocks as a bitmask."""
+    """Return all q blocks that a rank receives, and all kv blocks as a bitmask."""
     visitors = [route.keys(route.here(rank, t)) for t in range(turns)]
     if moving_side == "kv":
         return route.keys(rank)[0], _mask(block for _, kv in visitors for block in kv)
@@ -72,7 +71,7 @@ def _group(route: Round, rank: int, turns: int, moving_side: str) -> tuple[Key, 
 
 
 def _read(q: Key, kv: int, block_mask: BlockMask) -> tuple[int, int]:
-    """Return bitmasks of those q blocks, and of those kv blocks, that meet any block of the other side."""
+    """Return bitmasks of the q blocks and of the kv blocks that meet any block of the other side."""
     rows = block_mask.rows
     return _mask([i for i in q if rows[i] & kv]), functools.reduce(operator.or_, [rows[i] & kv for i in q])
 
@@ -82,9 +81,8 @@ def _mask(blocks: Iterable[int]) -> int:
 
 
 def _pairs(route: Round, rank: int, turns: int, moving_side: str, block_mask: BlockMask) -> Sequence[Pairs]:
-    """Return the rank's products block by block.
-
-    Step 0 has that of its own blocks, while others arrive; then each turn has a step.
+    """Return the rank's products block by block. Step 0 has the product of its own blocks, while others arrive. Then
+    each turn has one step.
     """
     local_pairs = [(rank, rank)] if block_mask(rank, rank) else []
     steps: list[Pairs] = [local_pairs]
@@ -98,7 +96,7 @@ def _pairs(route: Round, rank: int, turns: int, moving_side: str, block_mask: Bl
 def sides(ranks: int, heads: HeadCounts | None) -> tuple[int, int]:
     """Return the (a, b R) that receive the fewest elements for these heads, forward and backward together.
 
-    They are (a - 1) 5 Hq and (b R - 1) 6 Hkv for every token and D.
+    They are (a - 1) 5 Hq and (b R - 1) 6 Hkv per token and unit of D.
     """
     q_heads, kv_heads = heads or (1, 1)
     a = min(divisors(ranks), key=lambda a: 5 * (a - 1) * q_heads + 6 * (ranks // a - 1) * kv_heads)
@@ -110,7 +108,7 @@ def mesh_axes(a: int, b: int, turns: int) -> Axes:
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Return the elements that each rank receives: those that it gathers, and along z the groups that move."""
+    """Return the elements that each rank receives: the ones that it gathers, and along z the groups that move."""
     (_, a), (_, b), (_, turns) = axes
     queries, keys = (a, b * turns) if moving_side == "kv" else (a * turns, b)
     return blocks_received(a * b * turns, queries - 1, keys - 1, direction, units)
@@ -121,7 +119,7 @@ def shapes(ranks: int) -> list[ScheduleOptions]:
 
 
 def resolve(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Return the mesh that is set, or attention2d's with k/v in a ring: as many elements, with less memory."""
+    """Return the configured mesh, or attention2d's with k/v in a ring: the same elements, with less memory."""
     cols, rows = sides(ranks, heads)
     shape = a, b, turns = fixed.get("mesh") or (cols, 1, rows)
     if a * b * turns != ranks:
@@ -162,10 +160,8 @@ def grids(ranks: int) -> list[ScheduleOptions]:
 
 
 def grid(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Return the grid.
-
-    A side that is not set follows from the other. If neither is set, the sides are those that receive the fewest
-    elements for these heads.
+    """Return the grid. A side that is not set follows from the other. If neither is set, the chosen sides receive the
+    fewest elements for these heads.
     """
     rows, cols = fixed.get("rows"), fixed.get("cols")
     if not (rows or cols):
@@ -206,7 +202,7 @@ def teams(ranks: int) -> list[ScheduleOptions]:
 
 
 def team_of(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Return the team that is set, or the largest that fits."""
+    """Return the configured team, or the largest that fits."""
     fitting = [shape["team"] for shape in teams(ranks)]
     team = fixed.get("team") or fitting[-1]
     if team not in fitting:
@@ -238,14 +234,13 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclasses.dataclass(eq=False)
 class Direct(Counted):
-    """The steps of any rank without collectives: a block is sent only to ranks that read it, and results directly home.
-
-    A mesh becomes this where a mask leaves holes in its groups, or blocks differ in length. It sends at most as many
-    bytes as the collectives.
+    """The steps of any rank without collectives: blocks are sent only to ranks that read them, and results are sent
+    directly home. A mesh uses this if a mask leaves holes in its groups or blocks differ in length. It sends at most as
+    many bytes as the collectives.
 
     Attributes:
-        products: products(rank)[t] are the (q block, kv block) pairs that the rank computes in step t, in step 0 only
-            of its own blocks.
+        products: products(rank)[t] are the (q block, kv block) pairs that the rank computes in step t; in step 0, only
+            pairs of its own blocks.
         reads: reads(rank) are bitmasks of the q and the kv blocks in these pairs.
     """
 
@@ -260,7 +255,7 @@ class Direct(Counted):
 
     @functools.cached_property
     def moves(self) -> tuple[dict[tuple[int, int], list[Move]], dict[tuple[int, int], list[Move]]]:
-        """(rank, step) -> its moves of operands, and the same of results."""
+        """(rank, step) -> its moves of operands, and its moves of results."""
         operands: dict[tuple[int, int], list[Move]] = defaultdict(list)
         results: dict[tuple[int, int], list[Move]] = defaultdict(list)
         kinds = (("out", 0),) if self.direction == "forward" else (("dq", 0), ("dkv", 1))
@@ -289,7 +284,7 @@ class Direct(Counted):
     def received(self, units: Mapping[str, float]) -> list[float]:
         """Return the elements that each rank receives.
 
-        These are the blocks of others that it reads, and a result from each other rank that reads its own.
+        These are other ranks' blocks that it reads, and a result from each other rank that reads its own blocks.
         """
         received: list[float] = [0] * self.size
         results = (units["out"], 0) if self.direction == "forward" else (units["dq"], units["dkv"])

@@ -17,14 +17,14 @@ StepsOf = Callable[[int], Steps]  # rank -> its steps
 
 
 class Counted(abc.ABC):
-    """The steps of any rank, as a function; it also counts what all ranks receive without building their steps."""
+    """The steps of any rank, as a function. It also counts what all ranks receive without building their steps."""
 
     @abc.abstractmethod
     def __call__(self, rank: int) -> Steps: ...
 
     @abc.abstractmethod
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """Return what `Plan.received` returns for the plan of all ranks."""
+        """Return `Plan.received` for the plan of all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +51,12 @@ class BlockMask:
         return bool(self.rows[q] >> kv & 1)
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Return (q block, kv block) of all blocks that meet."""
+        """Return (q block, kv block) for all blocks that meet."""
         return ((i, j) for i, row in enumerate(self.rows) for j in bits(row))
 
     @property
     def plain(self) -> bool:
-        """Whether all blocks meet, or blocks of equal lengths meet as contiguous ones do under a causal mask."""
+        """Whether all blocks meet, or blocks of equal lengths meet like contiguous blocks under a causal mask."""
         size, rows = self.size, self.rows
         if size and rows[0] == (1 << size) - 1:
             return all(row == rows[0] for row in rows)
@@ -111,12 +111,12 @@ class Plan:
         return rows
 
     def around(self, step: int, rank: int) -> str:
-        """Return the table around a step, which is marked; see `marked`."""
+        """Return the table around a marked step; see `marked`."""
         return "\n".join([self.head, *marked(self.rows(), step + 1, rank)])
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Return the numbers of the bits that are set, ascending."""
+    """Return the indices of the set bits, in ascending order."""
     while mask:
         yield (mask & -mask).bit_length() - 1
         mask &= mask - 1
@@ -135,7 +135,9 @@ def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
 
 
 def marked(rows: list[list[str]], at: int, rank: int) -> list[str]:
-    """Return the lines of a plan's table around row `at`, which is marked. Of many ranks, only this one is shown."""
+    """Return the lines of a plan's table around row `at`, which is marked. If there are many ranks, only this one is
+    shown.
+    """
     first = max(1, at - AROUND)
     shown = [rows[0], *rows[first : at + AROUND + 1]]
     if len(rows[0]) > MOST_COLUMNS:

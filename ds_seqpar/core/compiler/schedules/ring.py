@@ -1,6 +1,7 @@
-"""Rings: units of one side rotate while those of the other stay, and results follow the units back to their owners.
+"""Rings: units of one side rotate while units of the other side stay, and results follow the units back to their
+owners.
 
-Ring Attention (Liu et al., 2023), and BurstAttention's rings: the one that rotates q and the double one.
+Ring Attention (Liu et al., 2023), and BurstAttention's two rings: one that rotates q, and the double ring.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FOLLOWER = {("kv", "forward"): None, ("kv", "backward"): "dkv", ("q", "forward")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """A route round all ranks. Unit u starts on rank u, its home."""
+    """A route around all ranks. Unit u starts on rank u, its home."""
 
     size: int
     there: Callable[[int, int], int]  # (unit, t) -> the rank on which the unit is in step t
@@ -34,7 +35,7 @@ class Round:
     reduces: Callable[[int], tuple[ReduceScatter, ...]] = lambda rank: ()  # of a rank, after the route
 
     def facing(self, moving_side: str) -> Round:
-        """Return the route of the moving side, where this one is that of k/v: queries rotate backwards.
+        """Return the route of the moving side, given the route of k/v: queries rotate backwards.
 
         Under windows and causal documents the ranks that read k/v come after its owner, and the ranks whose k/v a query
         reads come before.
@@ -43,11 +44,9 @@ class Round:
 
 
 class Rotation(Counted):
-    """The steps of any rank, where units rotate along a route.
-
-    A unit stops at the last rank that needs it. Results that are computed at home stay there; the results of visits
-    follow the unit one hop behind, and the last rank visited sends them home. Gathers come before the first step,
-    reduces after all results are home.
+    """The steps of any rank in which units rotate along a route. A unit stops at the last rank that needs it. Results
+    computed at home stay there. The results of visits follow the unit one hop behind, and the last rank visited sends
+    them home. Gathers come before the first step, and reduces after all results are home.
 
     Args:
         steps: Number of ranks that a unit visits, its home included.
@@ -70,7 +69,7 @@ class Rotation(Counted):
         self.steps = max(self.last) + 1
 
     def visits(self, unit: int, steps: Iterable[int]) -> Iterator[int]:
-        """Yield those of some steps in which a unit meets the block that stays on its current rank."""
+        """Yield the steps, among the given ones, in which a unit meets the block that stays on its current rank."""
         brings, wants, there = self.brings[unit], self.wants, self.route.there
         return (t for t in steps if brings & wants[there(unit, t)])
 
@@ -106,7 +105,7 @@ class Rotation(Counted):
         return Move(src=self.route.there(unit, t), dst=home, kind=self.follower or "", key=self.moving[unit])
 
     def collected(self, rank: int, units: Mapping[str, float]) -> float:
-        """Return the elements that a rank receives by collectives."""
+        """Return the elements that a rank receives in collectives."""
         gathers, reduces = self.route.gathers(rank), self.route.reduces(rank)
         return plan.received((Step(gathers=gathers, reduces=reduces),), rank, units) if gathers or reduces else 0
 
@@ -136,17 +135,18 @@ def ring(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
     """Return the steps of a ring or a double ring: every unit of the moving side visits all ranks that need it.
 
     In step t of one ring rank p holds the k/v block of p - t. In a double ring a block visits the W ranks of an inner
-    ring, then crosses to the next one and visits its W, and so on. So A/W - 1 of its A - 1 hops leave a node; the last
-    hop of its gradient does too, directly to its owner.
+    ring, then crosses to the next inner ring and visits its W ranks, and so on. So A/W - 1 of its A - 1 hops leave a
+    node. The last hop of its gradient, directly to its owner, does too.
 
     moving_side="q" in backward is BurstAttention's (section 3.1): q, do, lse and delta rotate instead of k, v and their
-    gradients, which is 3 large tensors for 4. They rotate in the opposite direction: in step t of one ring rank p holds
-    those of p + t.
+    gradients, which is 3 large tensors instead of 4. They rotate in the opposite direction: in step t of one ring, rank
+    p holds the tensors of p + t.
     """
     ring_size, rings = topology.size("ring", "inner_ring"), topology.size("outer_ring")
 
     def at(rank: int, t: int, sign: int) -> int:
-        """Return the rank t hops on (sign 1) or back (-1). W - 1 hops inside an inner ring make a crossing's shift."""
+        """Return the rank t hops ahead (sign 1) or back (-1). W - 1 hops inside an inner ring make a crossing's
+        shift."""
         crossed, inside = divmod(t, ring_size)
         w = (rank % ring_size + sign * (crossed * (ring_size - 1) + inside)) % ring_size
         return w + ring_size * ((rank // ring_size + sign * crossed) % rings)
@@ -185,7 +185,7 @@ def ring_sizes_of(ranks: int) -> list[ScheduleOptions]:
 
 
 def ring_size_of(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Return the ring size that is set, or the divisor of `ranks` nearest to its square root."""
+    """Return the configured ring size, or the divisor of `ranks` nearest to its square root."""
     fitting = divisors(ranks)
     size = fixed.get("ring_size") or min(reversed(fitting), key=lambda w: abs(w * w - ranks))
     if size not in fitting:

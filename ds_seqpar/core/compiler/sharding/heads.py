@@ -1,8 +1,8 @@
-"""Which heads each Ulysses rank works on, by an integer rule that all ranks know. Torch-free.
+"""The heads that each Ulysses rank works on, by an integer rule that all ranks know. Does not import torch.
 
-Where there are at least as many key/value heads as Ulysses ranks, a Ulysses rank takes neighboring key/value heads,
-and the query heads that read them. Otherwise neighboring Ulysses ranks share a key/value head, and divide the query
-heads that read it. Shares differ by one head at most, the larger ones first; they are equal where possible.
+If there are at least as many key/value heads as Ulysses ranks, a Ulysses rank takes neighboring key/value heads and the
+query heads that read them. Otherwise neighboring Ulysses ranks share a key/value head, and divide the query heads that
+read it. Shares are equal if possible; otherwise they differ by at most one head, the larger ones first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def head_chunks(q_heads: int, kv_heads: int, count: int) -> tuple[HeadChunk, ...
 
 
 def max_head_chunks(q_heads: int, kv_heads: int, ulysses_size: int) -> int:
-    """Return the most head chunks with which every Ulysses rank has a query head in each."""
+    """Return the largest number of head chunks in which every Ulysses rank has a query head."""
     group = q_heads // kv_heads
     return max(1, kv_heads // -(-ulysses_size // group))  # a head chunk has a whole number of key/value heads
 
@@ -62,7 +62,9 @@ def heads_of_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int, ulysse
 
 
 def _even_slice(total: int, count: int, index: int) -> slice:
-    """Return slice `index` of `total` heads divided into `count` slices; the first have one more than the others."""
+    """Return slice `index` of `total` heads divided into `count` slices; the first ones may have one more than the
+    others.
+    """
     least, larger = total // count, total % count  # a compiler can trace these with symbols, but not divmod
     start = index * least + min(index, larger)
     return slice(start, start + least + (1 if index < larger else 0))
@@ -91,24 +93,25 @@ def largest_share(q_heads: int, kv_heads: int, ulysses_size: int) -> tuple[int, 
 
 
 def has_equal_shares(q_heads: int, kv_heads: int, ulysses_size: int) -> bool:
-    """Return whether all Ulysses ranks have equally many heads, and shared k/v heads equally many Ulysses ranks."""
+    """Return whether all Ulysses ranks have the same number of heads, and all shared k/v heads of Ulysses ranks."""
     return q_heads % ulysses_size == 0 and (kv_heads % ulysses_size == 0 or ulysses_size % kv_heads == 0)
 
 
 def legal_ulysses(size: int, q_heads: int) -> list[int]:
-    """Return the Ulysses sizes that divide `size` and leave no rank without a query head."""
+    """Return the Ulysses sizes that divide `size` and leave every rank at least one query head."""
     return [u for u in divisors(size) if u <= q_heads]
 
 
 def even_ulysses(size: int, q_heads: int, kv_heads: int, head_chunks: int = 1) -> list[int]:
-    """Return the Ulysses sizes U that divide `size` and the heads equally, and leave each Ulysses rank a head in every
-    head chunk, ascending. Where U > kv_heads, U / kv_heads Ulysses ranks share a key/value head."""
+    """Return, in ascending order, the Ulysses sizes U that divide `size` and the heads equally, and leave each Ulysses
+    rank a head in every head chunk. If U > kv_heads, U / kv_heads Ulysses ranks share a key/value head.
+    """
     even = [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
     return [u for u in even if max_head_chunks(q_heads, kv_heads, u) >= head_chunks]
 
 
 def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_chunks: int | str = 1) -> None:
-    """Raise ConfigError where these heads cannot be dealt to so many Ulysses ranks, in so many head chunks."""
+    """Raise ConfigError if these heads cannot be divided among this many Ulysses ranks and head chunks."""
     if kv_heads < 1 or q_heads % kv_heads:
         raise ConfigError(f"query heads must be a multiple of key/value heads; got {q_heads} and {kv_heads}")
     if ulysses > q_heads:
@@ -130,10 +133,8 @@ def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_ch
 
 
 def tensor_share(heads: int, kv_heads: int | None, ulysses_size: int, ulysses_rank: int) -> slice:
-    """Return the heads that a Ulysses rank works on, of a tensor of `heads` in all.
-
-    The tensor is k or v if it has kv_heads heads, or if kv_heads is None, else q. (If q has as many heads as k, both
-    have the same shares.)
+    """Return the heads of a tensor with `heads` heads that a Ulysses rank works on. The tensor is k or v if it has
+    kv_heads heads or kv_heads is None; otherwise it is q. (If q has as many heads as k, both have the same shares.)
     """
     q, kv = heads_of_ulysses_rank(heads, kv_heads or heads, ulysses_size, ulysses_rank)
     return kv if kv_heads in (None, heads) else q
@@ -149,7 +150,7 @@ class EqualShares(NamedTuple):
 
 
 class HeadShares(NamedTuple):
-    """How Ulysses ranks share the heads of tensors that are sent together."""
+    """The division among Ulysses ranks of the heads of tensors that are sent together."""
 
     totals: tuple[int, ...]  # number of heads of each tensor
     groups: tuple[EqualShares, ...]  # all Ulysses ranks, in order
@@ -181,7 +182,7 @@ def head_shares(totals: tuple[int, ...], kv_heads: int | None, ulysses_size: int
 
 
 def _group(shares: list[tuple[slice, ...]]) -> EqualShares:
-    """Return the group of Ulysses ranks with these shares: for each of them, its heads of each tensor."""
+    """Return the group of Ulysses ranks with these shares: each rank's heads of each tensor."""
     heads = tuple(head_slice.stop - head_slice.start for head_slice in shares[0])
     spans = tuple(slice(first.start, last.stop) for first, last in zip(shares[0], shares[-1], strict=True))
     sharers = (len(shares) * h // (span.stop - span.start) for h, span in zip(heads, spans, strict=True))
@@ -189,10 +190,8 @@ def _group(shares: list[tuple[slice, ...]]) -> EqualShares:
 
 
 class MessageLayout(NamedTuple):
-    """The messages of an exchange of heads for one Ulysses rank.
-
-    Each is (tokens, batch, elements), with the elements of the receiver's heads of every tensor inward, and of the
-    sender's outward.
+    """The messages of an exchange of heads for one Ulysses rank. Each is (tokens, batch, elements). Inward, the
+    elements are those of the receiver's heads of every tensor; outward, of the sender's heads.
     """
 
     shares: HeadShares
@@ -207,7 +206,7 @@ class MessageLayout(NamedTuple):
     of_inner: tuple[int, ...]
 
     def sizes(self, inward: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the elements sent to each Ulysses rank, and those received from each."""
+        """Return the numbers of elements sent to, and received from, each Ulysses rank."""
         return (self.of_local, self.of_inner) if inward else (self.of_inner, self.of_local)
 
 
@@ -220,10 +219,10 @@ def message_layout(
 
     Args:
         totals: Number of heads of each tensor.
-        widths: Elements of a head of each.
+        widths: Elements per head of each tensor.
         kv_heads: As for `tensor_share`.
         batch: Number of sequences.
-        tokens: Of each Ulysses rank.
+        tokens: Number of tokens of each Ulysses rank.
         ulysses_rank: This rank's.
     """
     shares = head_shares(totals, kv_heads, len(tokens))

@@ -23,7 +23,7 @@ class Topology:
 
     Attributes:
         axes: ((name, size), ...). "ulysses" and "data" are special; every other axis is a CP axis.
-        inner: The CP axes in the order in which CP ranks are numbered, the fastest first, wherever they are placed.
+        inner: The CP axes in the order in which CP ranks are numbered, the fastest first, regardless of placement.
             Defaults to their order in `axes`.
         collective_axes: The CP axes along which a schedule has collectives.
     """
@@ -96,14 +96,14 @@ class Topology:
 
 
 def axis_order(inner: Axes, rank_order: Sequence[str] | str, presets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the order of "ulysses", the CP axes and "data" over ranks, the fastest axis first.
+    """Return the order of "ulysses", the CP axes and "data", the fastest axis first.
 
     Args:
         rank_order: A preset's name, or the order itself, in which "data" may be left out.
         presets: Name -> the axes that the preset puts first.
 
     Raises:
-        ConfigError: `rank_order` does not name every axis once.
+        ConfigError: `rank_order` does not name every axis exactly once.
     """
     axes = ("ulysses", *dict(inner), "data")
     first = presets[rank_order] if isinstance(rank_order, str) else rank_order
@@ -153,8 +153,8 @@ def contiguous(tokens: int, ranks: int, rank: int) -> Runs:
 def zigzag(tokens: int, ranks: int, rank: int) -> Runs:
     """Give rank r chunks r and 2A-1-r of 2A: all ranks have the same causal work in every ring step.
 
-    Where the number of tokens is no multiple of 2A, they are taken from the outermost inwards, half of a rank's share
-    from the front.
+    If the number of tokens is not a multiple of 2A, tokens are assigned from the outermost inwards, half of a rank's
+    share from the front.
     """
     first, end = _share(tokens, ranks, rank)
     low, high = (first + 1) // 2, (end + 1) // 2
@@ -213,12 +213,12 @@ def remove(*layouts: Layout) -> None:
 
 
 def multiple(layout: str, size: int, ulysses: int) -> int:
-    """Return the number that lengths must be a multiple of: `size`, or more where a rank has several chunks."""
+    """Return the number that must divide lengths: `size`, or more if a rank has several chunks."""
     return math.lcm(LAYOUTS[layout].chunks * size // ulysses, size)
 
 
 def join(groups: Iterable[Runs]) -> Runs:
-    """Return the runs of several blocks in the order of gathered blocks: by position."""
+    """Return the runs of several blocks in the order of gathered blocks, i.e. by position."""
     return tuple(sorted(run for runs in groups for run in runs))
 
 

@@ -21,7 +21,7 @@ END = sys.maxsize
 
 
 class Level(NamedTuple):
-    """Blocks of a mask, ascending and disjoint: queries [q0[i], q1[i]) see no keys of the level but [k0[i], k1[i])."""
+    """Blocks of a mask, ascending and disjoint: queries [q0[i], q1[i]) see only its keys [k0[i], k1[i])."""
 
     k0: tuple[int, ...]
     k1: tuple[int, ...]
@@ -29,7 +29,7 @@ class Level(NamedTuple):
     q1: tuple[int, ...]
 
     def between(self, q: tuple[int, int], kv: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the (k0, k1, q0, q1) of blocks, of those from the first to the last of some queries and some keys."""
+        """Yield (k0, k1, q0, q1) of the blocks from the first to the last block of some queries and some keys."""
         begin = max(bisect_right(self.q1, q[0]), bisect_right(self.k1, kv[0]))
         end = min(bisect_right(self.q0, q[1]), bisect_right(self.k0, kv[1]))
         return zip(self.k0[begin:end], self.k1[begin:end], self.q0[begin:end], self.q1[begin:end], strict=True)
@@ -39,29 +39,30 @@ class Level(NamedTuple):
 class Mask:
     """Describe which keys a query sees: a query at global position p sees the keys in [lo(p), hi(p)).
 
-    Both edges are non-decreasing in p, and p lies between them. Limits that are given together all hold. Documents with
-    parents are the only exception: there a query also sees the parent of its document, that one's parent, and so on.
+    Both edges are non-decreasing in p, and p lies between them. If several limits are given, all apply. Documents with
+    parents are the only exception: a query then also sees the parent of its document, the parent's parent, and so on.
 
     Args:
         causal: Whether a query sees no key after p.
-        window: Number of keys, from 1 on: a query sees no key before p - window + 1. None means no limit.
-        window_right: Number of keys, from 0 on: a query sees no key after p + window_right. It requires causal=False.
+        window: A positive number of keys: a query sees no key before p - window + 1. None means no limit.
+        window_right: Number of keys, at least 0: a query sees no key after p + window_right. It requires causal=False.
             None means no limit.
         documents: First positions of the sequence's documents, ascending from 0. A query sees only keys of its own
             document. () means one document, and (0,) becomes ().
-        parents: For each document the number of its parent, or -1. A query also sees all keys of its document's parent,
-            and what that one sees. Documents must be in depth-first order: a child comes right after its parent, or
-            after another child of it and all documents below that. Not with a window. () means no parents.
+        parents: The number of each document's parent, or -1. A query also sees all keys of its document's parent, and
+            everything that the parent sees. Documents must be in depth-first order: a child comes right after its
+            parent, or after another child of it and all documents below that child. Not with a window. () means no
+            parents.
         prefix: Number of keys at the start of the sequence that every query also sees (a prefix-LM). It requires a
-            causal mask without window and documents.
-        blocks: (first, end) of spans of tokens that see one another in both directions, as those of a picture do:
-            a query in [first, end) also sees the keys up to end. Ascending and disjoint, each within a document. It
+            causal mask without a window or documents.
+        blocks: (first, end) of spans of tokens that see one another in both directions, like the tokens of a picture: a
+            query in [first, end) also sees the keys up to end. Ascending and disjoint, each within a document. It
             requires a causal mask without a prefix.
         whole_blocks: With blocks and a window, whether a query also sees the keys of its block that lie before its
             window. Models have both kinds.
 
     Raises:
-        InputError: A field has a wrong type or value, or fields do not go together.
+        InputError: A field has a wrong type or value, or fields are incompatible.
     """
 
     causal: bool = True
@@ -114,13 +115,15 @@ class Mask:
         _ = self.ancestors, self.handle, self._hash  # raises for another order; graphs read what is there
 
     def __reduce__(self) -> tuple:
-        """Rebuild the mask in a copy or another process: a handle is valid in its own process only."""
+        """Rebuild the mask in a copy or another process; a handle is valid only in its own process."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return functools.partial(Mask, **fields), ()
 
     @functools.cached_property
     def handle(self) -> int:
-        """The mask's number for custom ops: no field, since FSDP2 rebuilds dataclasses from all of their fields."""
+        """The mask's number for custom ops. It is not a field, since FSDP2 rebuilds dataclasses from all of their
+        fields.
+        """
         return handle_of(self)
 
     @functools.cached_property
@@ -149,7 +152,9 @@ class Mask:
 
     @property
     def right(self) -> int | None:
-        """The most keys after its own position that a query sees, apart from a prefix and blocks; None: no limit."""
+        """The maximum number of keys after its own position that a query sees, apart from a prefix and blocks; None: no
+        limit.
+        """
         return 0 if self.causal else self.window_right
 
     @property
@@ -159,7 +164,9 @@ class Mask:
         return not any(limits) and self.window_right is None
 
     def bounds(self, p: int) -> tuple[int, int]:
-        """Return (lo, hi): a query at p sees the keys at lo .. hi - 1, of its own document. hi is END for no limit."""
+        """Return (lo, hi): a query at p sees the keys at lo .. hi - 1 of its own document. hi is END if there is no
+        limit.
+        """
         lo, hi = 0, END if self.right is None else max(p + 1 + self.right, self.prefix)
         if self.documents:
             document = bisect_right(self.documents, p)
@@ -175,21 +182,21 @@ class Mask:
 
     @functools.cached_property
     def _outside(self) -> Mask:
-        """What queries outside of blocks see."""
+        """The mask of queries outside blocks."""
         return dataclasses.replace(self, blocks=())
 
     @functools.cached_property
     def _inside(self) -> Mask:
-        """What queries in a block see of the keys up to its end."""
+        """The mask of queries in a block for the keys up to its end."""
         return dataclasses.replace(self, causal=False, blocks=(), whole_blocks=False)
 
     @functools.cached_property
     def _whole(self) -> Mask:
-        """What queries see of their whole block."""
+        """The mask of queries for their whole block."""
         return dataclasses.replace(self._inside, window=None)
 
     def parts(self, q: Triple) -> Iterator[tuple[int, Triple, tuple[int, int], Mask]]:
-        """Yield a run of queries in parts, whose masks have no blocks.
+        """Yield a run of queries in parts whose masks do not have blocks.
 
         Yields:
             (the queries of the run before the part, the part, the keys [k0, k1) that it may see, its mask).
@@ -211,14 +218,16 @@ class Mask:
 
     @functools.cached_property
     def own(self) -> Level:
-        """The documents, each of which sees itself."""
+        """The level in which each document sees itself."""
         starts = self.documents or (0,)
         ends = (*starts[1:], END)
         return Level(starts, ends, starts, ends)
 
     @functools.cached_property
     def ancestors(self) -> tuple[Level, ...]:
-        """The documents that others below them see whole: first those without a parent, then their children, ..."""
+        """The levels of documents that documents below them see whole: first documents without a parent, then their
+        children, ...
+        """
         levels: list[list[tuple[int, ...]]] = []
         path: list[int] = []  # the current document, and before it those that it sees
         for number, parent in enumerate((*self.parents, -1)):
@@ -239,7 +248,7 @@ class Mask:
 
     @functools.cached_property
     def origins(self) -> tuple[int, ...]:
-        """For each document its first position, less the tokens that it sees before that. () without parents."""
+        """The first position of each document, minus the number of earlier tokens that it sees. () without parents."""
         origins: list[int] = []
         for start, parent in zip(self.documents, self.parents, strict=False):
             origins.append(start if parent < 0 else start - self.documents[parent + 1] + origins[parent])
@@ -250,10 +259,10 @@ class Mask:
         """Return `documents` for documents of the given lengths, one after the other from position 0.
 
         Args:
-            lengths: Tokens of each document: whole numbers, also an array or a tensor of them.
+            lengths: Tokens of each document: whole numbers, or an array or a tensor of them.
 
         Raises:
-            InputError: `lengths` is not a list of lengths, or a length is not a whole number from 1 on.
+            InputError: `lengths` is not a list of lengths, or a length is not a positive whole number.
         """
         try:
             values = list(lengths)
@@ -292,7 +301,7 @@ def _checked_parents(parents: tuple[int, ...], documents: int) -> tuple[int, ...
 
 
 def _checked_blocks(blocks: tuple[tuple[int, int], ...], documents: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the blocks as a mask stores them: without those of one token, which see what they see anyway."""
+    """Return the blocks as a mask stores them: without blocks of one token, which change nothing."""
     try:
         pairs = tuple((whole_number(first), whole_number(end)) for first, end in blocks)
     except (TypeError, ValueError):
@@ -315,7 +324,7 @@ CAUSAL, FULL = Mask(), Mask(causal=False)
 
 
 def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:
-    """Return how many tokens of a run are before position lo, and its part in [lo, hi), whose length may be below 1."""
+    """Return the number of a run's tokens before position lo, and its part in [lo, hi), whose length may be below 1."""
     start, step, length = run
     before = -((start - lo) // step) if start < lo else 0
     end = min(length, -((start - hi) // step))
@@ -323,9 +332,8 @@ def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:
 
 
 def visibility(q_blocks: Sequence[Runs], kv_blocks: Sequence[Runs], mask: Mask) -> tuple[int, ...]:
-    """Return for each q block a bitmask of the kv blocks that it sees.
-
-    Bit j is set where any query of the block sees any key of kv_blocks[j].
+    """Return a bitmask for each q block of the kv blocks that it sees. Bit j is set if any query of the block sees any
+    key of kv_blocks[j].
     """
     keys = _Keys(kv_blocks)
     if mask.scale_free:
@@ -362,7 +370,7 @@ class _Keys:
         return seen
 
     def _add(self, seen: int, run: Run, lo: int, hi: int, mask: Mask) -> int:
-        """Return `seen` and the blocks that a run sees, whose `_reach` is (lo, hi)."""
+        """Return `seen` with the blocks added that a run with `_reach` (lo, hi) sees."""
         end = bisect_left(self.starts, hi)
         if self.plain and run.step == 1:
             return functools.reduce(operator.or_, self.bits[bisect_left(self.lasts, lo) : end], seen)
@@ -373,7 +381,7 @@ class _Keys:
 
 
 def _end(runs: Runs, mask: Mask) -> int:
-    """Return the position from which on no query of the runs sees a key, under a scale-free mask."""
+    """Return the first position from which no query of the runs sees a key, under a scale-free mask."""
     return max((mask.bounds(run.last)[1] for run in runs if run.length), default=0)
 
 
@@ -422,10 +430,9 @@ def _meets_part(q: Run, kv: Run, span: tuple[int, int], mask: Mask) -> bool:
 
 
 def _meets_in_document(q: Triple, kv: Triple, mask: Mask) -> bool:
-    """Return whether any query of a run sees any key of another run in the same document.
-
-    Under a window the nearest key before a query decides. Its distance repeats after key_step / gcd(step, key_step)
-    queries. p is shifted to the position of the last key that a query sees.
+    """Return whether any query of a run sees any key of another run in the same document. Under a window, the nearest
+    key before a query decides. Its distance repeats after key_step / gcd(step, key_step) queries. p is shifted to the
+    position of the last key that a query sees.
     """
     (p, step, rows), (key, key_step, keys) = q, kv
     last_key, window = key + key_step * (keys - 1), mask.window or END

@@ -20,10 +20,8 @@ def handle_of(obj: Any) -> int:
 
 
 def objects_of(*handles: int) -> list[Any]:
-    """Return the objects, so that a backward refers to them even if the caller drops them.
-
-    Skip a compiler's symbols, which are placeholders of numbers that change, and numbers below 0, which are handles of
-    nothing.
+    """Return the objects, so that a backward refers to them even if the caller drops them. Skip a compiler's symbols,
+    which stand for changing numbers, and negative numbers, which are not handles.
     """
     return [object_of(handle) for handle in handles if type(handle) is int and handle >= 0]
 
@@ -32,7 +30,7 @@ def object_of(handle: int) -> Any:
     """Return the object of a handle.
 
     Raises:
-        ConfigError: Nothing refers to the object any more.
+        ConfigError: The object no longer exists.
     """
     if (obj := _OBJECTS.get(handle)) is None:
         raise ConfigError(

@@ -30,7 +30,7 @@ class EvenShards:
         return True
 
     def runs(self, side: str, key: Key) -> Runs:
-        """Return the tokens of some blocks in the order of gathered blocks: by position. side: "q" or "kv"."""
+        """Return the tokens of some blocks in the order of gathered blocks, i.e. by position. side: "q" or "kv"."""
         return join(self._block(block) for block in key)
 
     def _block(self, block: int) -> Runs:
@@ -43,24 +43,24 @@ class EvenShards:
 
 
 class UnevenShards:
-    """Define which tokens each CP rank holds, in place of the configured layout.
+    """Define which tokens each CP rank holds, instead of the configured layout.
 
-    Tokens are given as runs (start, step, length) of global positions, all in tokens. Together the runs of q, and those
-    of kv, must hold every position of their sequence once. Instances are hashable by value.
+    Tokens are given as runs (start, step, length) of global positions, all in tokens. The runs of q together must hold
+    every position of their sequence exactly once, and so must the runs of kv. Instances are hashable by value.
 
-    New tokens that attend to kept keys only (`SequenceParallel.cache_attention`) begin at position `q_start`: then q
-    holds every position from there on, and kv every one from 0 on.
+    New tokens that attend only to kept keys (`SequenceParallel.cache_attention`) begin at position `q_start`: q then
+    holds every position from there on, and kv every position from 0 on.
 
     Args:
         q: The runs of each CP rank's queries; with several `blocks_per_rank`, the runs of each block, where rank r's
             blocks start at block r * blocks_per_rank.
         kv: The same for keys and values. Defaults to `q`.
-        blocks_per_rank: Number of blocks that each rank holds: 2 for the `pairs` layouts, else 1.
+        blocks_per_rank: Number of blocks that each rank holds: 2 for the `pairs` layouts, otherwise 1.
         q_start: Position of the first query.
 
     Raises:
-        InputError: The runs do not hold every position once, a rank's runs do not ascend, q and kv have different
-            numbers of ranks, or ranks have different numbers of blocks.
+        InputError: The runs do not hold every position exactly once, a rank's runs do not ascend, q and kv have
+            different numbers of ranks, or ranks have different numbers of blocks.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ Shards = EvenShards | UnevenShards
 
 
 def _blocks(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
-    """Return the runs of all blocks, with whole numbers as int; `_check_cover` refuses what is no int."""
+    """Return the runs of all blocks, with whole numbers as int; `_check_cover` refuses anything else."""
 
     def number(x: int) -> int:
         return x if (whole := whole_number(x)) is None else whole
@@ -154,7 +154,7 @@ def tokens_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size
 
 
 def runs_of_sp_rank(shards: Shards, side: str, ulysses_size: int, sp_rank: int) -> Runs:
-    """Return the runs of an SP rank's tokens: those of its CP rank in order, in shares that differ by one at most."""
+    """Return the runs of an SP rank's tokens: its CP rank's in order, in shares that differ by at most one token."""
     cp_rank, ulysses_rank = divmod(sp_rank, ulysses_size)
     counts = tokens_by_ulysses_rank(shards, side, cp_rank, ulysses_size)
     first, before, share = sum(counts[:ulysses_rank]), 0, list[Run]()
@@ -172,7 +172,7 @@ def length(runs: Runs) -> int:
 
 
 def check_blocks_per_rank(shards: Shards, layout: str) -> None:
-    """Raise InputError unless the shards have as many blocks per rank as the layout."""
+    """Raise InputError unless shards and layout have the same number of blocks per rank."""
     if shards.blocks_per_rank != (blocks_per_rank := LAYOUTS[layout].blocks_per_rank):
         raise InputError(
             f"attention needs shards of {blocks_per_rank} block{'s' * (blocks_per_rank > 1)} a rank, as the {layout} "
@@ -181,8 +181,9 @@ def check_blocks_per_rank(shards: Shards, layout: str) -> None:
 
 
 def _check_cover(side: str, blocks: Sequence[Runs], first: int = 0) -> None:
-    """Raise InputError unless all ranks together hold every position from `first` on once. blocks: the runs of each
-    rank."""
+    """Raise InputError unless all ranks together hold every position from `first` on exactly once. blocks: the runs of
+    each rank.
+    """
     for run in (run for block in blocks for run in block):
         if any(type(x) is not int for x in run) or run.start < 0 or run.step < 1 or run.length < 0:
             raise InputError(
@@ -206,7 +207,7 @@ def _check_cover(side: str, blocks: Sequence[Runs], first: int = 0) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def rows_of(shards: Shards, side: str, blocks: Key, subset: Key) -> tuple[slice, ...]:
-    """Return the rows of the tokens of `subset`, some of `blocks`, among those of all `blocks`, both by position."""
+    """Return the rows of the tokens of `subset` among the tokens of `blocks`, both by position."""
     wanted, rows, row = set(shards.runs(side, subset)), [], 0
     for run in shards.runs(side, blocks):
         if run in wanted:

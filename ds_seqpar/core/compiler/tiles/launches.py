@@ -1,7 +1,7 @@
 """Tiles as kernel launches: unsupported tiles are cut, and equal launches are batched.
 
 A launch is one call of a kernel, on a tile. A tile of kind "upper" is causal with rows and columns in reverse order.
-For a kernel that has windows itself, tiles are joined again, by its `KernelSupport.join`.
+For a kernel that supports windows, `KernelSupport.join` joins tiles again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_BLOCK_ROWS = 64
 
 
 class KernelSupport(NamedTuple):
-    """What a kernel supports in one launch, beside a full or a causal block and a batch of equal ones."""
+    """The support of a kernel in one launch, in addition to full or causal blocks and batches of equal blocks."""
 
     # a causal block must be square, because the kernel aligns it to the lower right corner; False: top-left alignment
     # for any shape
@@ -65,8 +65,8 @@ def _cut(tile: Tile, support: KernelSupport) -> Iterator[Tile]:
 def _blocks(tile: Tile, max_rows: int) -> Iterator[Tile]:
     """Yield a band in blocks of at most `max_rows` rows, whose columns overlap.
 
-    A launch has at most as many columns as the tile, counting columns of two blocks twice, since the launch computes
-    results for each.
+    A launch has at most as many columns as the tile, counting the columns of two blocks twice, since the launch
+    computes results for each.
     """
     rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
     size = min(rows, max_rows, max(tile.width, MIN_BLOCK_ROWS)) if max_rows else rows
@@ -79,13 +79,13 @@ def _blocks(tile: Tile, max_rows: int) -> Iterator[Tile]:
 
 
 def _band(tile: Tile, first: int, rows: int, groups: int) -> Tile:
-    """Return `groups` blocks of a band, each of so many rows, starting at row `first` of the band."""
+    """Return `groups` blocks of a band, each with this number of rows, starting at row `first` of the band."""
     block = Tile(tile.q0 + first, tile.q0 + first + rows, tile.k0 + first, 0, "band", tile.width)
     return _repeated(block._replace(k1=block.k0 + rows + tile.width - 1), groups, rows)
 
 
 def _squares(tile: Tile) -> Iterator[Tile]:
-    """Yield a band in squares as wide as it is, and its last rows, which do not fill a square."""
+    """Yield a band in squares of its width, then its last rows, which do not fill a square."""
     count, last_rows = divmod(tile.q1 - tile.q0, tile.width)
     if count:
         yield from _square(tile.q0, tile.k0, tile.width, tile.width, count)
@@ -95,10 +95,9 @@ def _squares(tile: Tile) -> Iterator[Tile]:
 
 
 def _square(q0: int, k0: int, rows: int, width: int, count: int) -> Iterator[Tile]:
-    """Yield the tiles of `count` bands of so many rows (at most their width), one after the other.
-
-    A row sees the columns of its square from the diagonal on, the columns up to the next square, and the columns of
-    that one up to the diagonal.
+    """Yield the tiles of `count` consecutive bands with this number of rows (at most their width). A row sees the
+    columns of its square from the diagonal on, the columns up to the next square, and the columns of the next square up
+    to the diagonal.
     """
     last = k0 + width + rows - 1
     tiles = [Tile(q0, q0 + rows, k0, k0 + rows, "upper" if rows > 1 else "full")]
@@ -114,7 +113,7 @@ def _repeated(tile: Tile, groups: int, step: int) -> Tile:
 
 
 def _batched(cut: Iterator[Tile]) -> tuple[Tile, ...]:
-    """Join launches of one shape that follow one another at equal distances."""
+    """Join consecutive launches of the same shape at equal distances."""
     batched: list[Tile] = []
     last: dict[tuple[int, int, str, int, Segments | None], int] = {}  # shape -> index of its last launch
     for tile in cut:
@@ -129,7 +128,7 @@ def _batched(cut: Iterator[Tile]) -> tuple[Tile, ...]:
 
 
 def _extended(batch: Tile, tile: Tile) -> Tile | None:
-    """Return the batch with one more tile of its shape, or None if the tile is not one step further or overlaps."""
+    """Return the batch extended by a tile of its shape, or None if the tile is not one step further or overlaps."""
     steps = tile.q0 - batch.q0, tile.k0 - batch.k0
     if batch.groups > 1:
         steps = batch.q_step, batch.k_step

@@ -1,11 +1,11 @@
 """The visible part of (query tokens x key tokens) as tiles, without a dense mask.
 
 Keys in ascending order of position form a chain. A query row sees an interval [a, b) of a chain's columns. From one row
-of a query run to the next, each end of the interval stays, or moves on by one column. If the query and key runs have
-different steps, an end may jump. A piece is a range of rows in which each end does the same in every row: it stays, or
-it moves. A piece in which both ends stay is a full tile; one in which both move is a band. If only b moves, the piece
-is a causal tile and a full tile of the columns that all its rows see. If only a moves, it is an upper tile and a full
-tile.
+of a query run to the next, each end of the interval stays or moves by one column. If the query and key runs have
+different steps, an end may jump. A piece is a range of rows in which each end behaves the same in every row: it stays
+or it moves. A piece in which both ends stay is a full tile; one in which both move is a band. If only b moves, the
+piece is a causal tile and a full tile of the columns that all its rows see. If only a moves, it is an upper tile and a
+full tile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MERGED_AT_ONCE = 1 << 18
 
 
 class Segments(NamedTuple):
-    """Blocks of one launch, one after the other.
+    """Consecutive blocks of one launch.
 
     Block b has rows[b] query rows and columns[b] key columns; either may be 0. In a block of m rows and n columns, row
     i sees column j if -left <= j - i - (n - m) <= right: distances are measured from the diagonal that ends in the
@@ -57,7 +57,7 @@ def _sum_below(x: int) -> int:
 
 
 class Rows(NamedTuple):
-    """Rows, or columns, in `groups` groups of `size` neighboring ones."""
+    """Rows or columns, in `groups` groups of `size` neighbors each."""
 
     start: int  # the first row
     size: int
@@ -83,7 +83,7 @@ class Rows(NamedTuple):
         return self.size * self.groups == tokens == self.end - self.start
 
     def apart(self) -> Iterator[tuple[slice, Rows]]:
-        """Yield (a slice of every group, the rows of that slice), so that the rows of one slice are all different."""
+        """Yield (a slice of every group, the rows of the slice) such that the rows within a slice are all different."""
         step = self.step if self.groups > 1 else self.size
         for first in range(0, self.size, step):
             last = min(self.size, first + step)
@@ -96,10 +96,11 @@ class Tile(NamedTuple):
     The kind says which columns k0 + j row q0 + i sees:
 
     - full: all columns.
-    - causal: those with j <= i. The diagonal begins in the upper left corner; rows from i = k1 - k0 - 1 on see all.
-    - upper: those with j >= i. It has as many rows as columns.
-    - band: those with i <= j < i + width. It has rows + width - 1 columns; if fewer, the last rows see less than width.
-    - segments: those that `segments` describes (see `launches`).
+    - causal: columns with j <= i. The diagonal begins in the upper left corner; rows from i = k1 - k0 - 1 on see all.
+    - upper: columns with j >= i. It has the same number of rows and columns.
+    - band: columns with i <= j < i + width. It has rows + width - 1 columns; if fewer, the last rows see less than
+      width.
+    - segments: the columns that `segments` describes (see `launches`).
     """
 
     q0: int
@@ -155,11 +156,12 @@ class Piece(NamedTuple):
 def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ...]:
     """Return tiles that cover exactly the visible part of (q rows x kv columns).
 
-    Each visible pair is in one tile, and any other pair in none. Rows and columns are numbered in the order of the
-    runs.
+    Each visible pair is in exactly one tile, and no other pair is in any tile. Rows and columns are numbered in the
+    order of the runs.
 
     Args:
-        square: return only square causal tiles (for kernels that align a causal mask to the lower right corner).
+        square: whether all causal tiles must be square (for kernels that align a causal mask to the lower right
+            corner).
     """
     if mask.full:
         tile = Tile(0, sum(run.length for run in q), 0, sum(run.length for run in kv), "full")
@@ -197,8 +199,8 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
 def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
     """Group the runs of keys into chains, each with the number of its first column.
 
-    A run that starts before the position that continues the previous run begins a new chain. In one chain, a query row
-    could be the first to see a key of both, and the edge would move by two columns.
+    A run that starts before the position that continues the previous run begins a new chain. In a single chain, a query
+    row could be the first to see a key of both runs, and the edge would move by two columns.
     """
     chains: list[tuple[int, list[Triple]]] = []
     column, next_position = 0, None
@@ -218,7 +220,7 @@ def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
 def _append_blocks(
     pieces: list[Piece], row: int, q: Triple, column: int, chain: list[Triple], level: Level, mask: Mask
 ) -> None:
-    """Append the pieces in which one query run sees keys of a chain, each in a block of a level and under this mask."""
+    """Append the pieces in which one query run sees keys of a chain, each within a block of a level."""
     (start, step, length), (key, key_step, count) = q, chain[-1]
     index = columns = 0
     ends = (start, start + step * (length - 1)), (chain[0][0], key + key_step * (count - 1))
@@ -233,7 +235,7 @@ def _append_blocks(
 
 
 def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[int, list[Triple]]:
-    """Return (number of tokens of a chain, from run `index` on, before position lo; its part in [lo, hi))."""
+    """Return (number of a chain's tokens before position lo, from run `index` on; its part in [lo, hi))."""
     column = 0
     keys: list[Triple] = []
     while index < len(chain) and chain[index][0] < hi:
@@ -249,7 +251,7 @@ def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[in
 
 
 def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Triple], mask: Mask) -> None:
-    """Append the pieces in which one query run sees keys in position order, all of one document."""
+    """Append the pieces in which one query run sees keys in position order, all from one document."""
     if mask.blocks:
         for rows, part, span, its in mask.parts(q):
             before, seen = _keys_between(keys, 0, *span)
@@ -277,10 +279,9 @@ def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Tr
 
 
 def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int]]:
-    """Return, for each row of a run, at position p, how many of the keys lie before position p + shift.
-
-    The result is a list of linear stretches (first row, its count, moves), in which the count grows by `moves`, 0 or 1,
-    from row to row. A stretch that moves begins with the row that counts one more than the previous row.
+    """Return, for each row of a run, at position p, the number of keys before position p + shift. The result is a list
+    of linear stretches (first row, its count, moves) in which the count grows by `moves`, 0 or 1, per row. A moving
+    stretch begins with the row whose count exceeds the previous row's by one.
     """
     start, step, length = q
     start += shift
@@ -307,7 +308,7 @@ def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int
 
 
 def _put(edge: list[tuple[int, int, int]], row: int, count: int, moves: int) -> None:
-    """Append a stretch, or replace the last one if that begins with the same row."""
+    """Append a stretch, or replace the last one if it begins with the same row."""
     if edge[-1][0] == row:
         edge.pop()
     edge.append((row, count, moves))
@@ -330,7 +331,7 @@ def _both(left: list, right: list, length: int) -> Iterator[Piece]:
 def _join(pieces: list[Piece], piece: Piece) -> None:
     """Append a piece, or extend the last one if the piece continues its edges.
 
-    A piece of one row continues, and is continued by, edges that stay and edges that move.
+    A piece of one row can continue, and be continued by, both edges that stay and edges that move.
     """
     if pieces:
         q0, q1, a, a_moves, b, b_moves = pieces[-1]

@@ -1,4 +1,4 @@
-"""The attention kernels. `select` chooses one by name, or the first that can compute a block."""
+"""The attention kernels. `select` chooses one by name, or the first one that can compute a block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOW: list[Callable[[Kernel, BlockSpec], str]] = []
 
 
 def register(kernel: Kernel) -> None:
-    """Add a kernel, which the configuration can then choose by its name. "auto" tries it last.
+    """Add a kernel that the configuration can choose by its name. "auto" tries it last.
 
     Call it on every rank, before any configuration is made.
 
@@ -38,14 +38,14 @@ def register(kernel: Kernel) -> None:
 
 
 def register_first(*kernels: Kernel) -> None:
-    """Add kernels that "auto" tries first, in this order. `launches.KERNELS` has their names already."""
+    """Add kernels that "auto" tries first, in this order. `launches.KERNELS` already contains their names."""
     others = dict(KERNELS)
     KERNELS.clear()
     KERNELS.update({kernel.name: kernel for kernel in kernels} | others)
 
 
 def remove(name: str) -> None:
-    """Remove a kernel. Raises ConfigError if there is none of this name."""
+    """Remove a kernel. Raises ConfigError if no kernel has this name."""
     check_choice("a kernel that is removed", name, KERNELS)
     del KERNELS[name]
     launches.KERNELS.remove(name)
@@ -54,16 +54,16 @@ def remove(name: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def select(name: str, spec: BlockSpec, deterministic: bool | None = None) -> Kernel:
-    """Return the kernel of that name, or for "auto" the first that takes the spec, with the softcap of the spec.
+    """Return the kernel with this name, or for "auto" the first that takes the spec, with the spec's softcap.
 
     Args:
         name: A kernel's name, or "auto".
         spec: The blocks that the kernel must take.
-        deterministic: `is_deterministic()`. Kernels read it themselves; it is an argument so that a cached choice is
-            used for this value only.
+        deterministic: `is_deterministic()`. Kernels read it themselves. It is an argument so that a cached choice is
+            used only for this value.
 
     Raises:
-        KernelError: No kernel takes the spec; with the reasons of every kernel that was tried.
+        KernelError: No kernel takes the spec. The error has the reasons of every kernel that was tried.
     """
     names = [name] if name != "auto" else candidates(spec)
     reasons = {kernel: _reasons(KERNELS[kernel], spec) for kernel in names}
@@ -85,15 +85,16 @@ def available(device: str) -> tuple[str, ...]:
 
 
 def candidates(spec: BlockSpec) -> list[str]:
-    """Return the names of the kernels that "auto" tries. On GPUs the slow kernels must be named: the dense matrix of
-    "reference" would take the memory that sequence parallelism saves. "chunked" is tried for a softcap, which few
-    kernels support."""
+    """Return the names of the kernels that "auto" tries. On GPUs slow kernels must be requested by name: the dense
+    matrix of "reference" would use the memory that sequence parallelism saves. "chunked" is tried for a softcap, which
+    few kernels support.
+    """
     slow = {"reference", "chunked"} - ({"chunked"} if spec.softcap else set())
     return [name for name in KERNELS if spec.device == "cpu" or name not in slow]
 
 
 def slowness(kernel: Kernel, spec: BlockSpec) -> str:
-    """Return why a kernel that "auto" chose is slow for such blocks, and what to install; "" where it is not."""
+    """Return why a kernel chosen by "auto" is slow for such blocks, and what to install; "" if it is not slow."""
     return next(filter(None, (slow(kernel, spec) for slow in SLOW)), "")
 
 

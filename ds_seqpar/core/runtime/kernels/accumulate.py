@@ -1,10 +1,10 @@
 """Accumulators, to which the results of kernel launches are added.
 
-An accumulator is empty at first. Then it holds the tensors that the kernel returned, in their dtypes. Once a second
-result is added it is in accum_dtype: fp32, or fp64 for fp64. Every tensor has its tokens on dim 1.
+An accumulator is initially empty. Then it holds the tensors that the kernel returned, in their dtypes. After a second
+result is added, it is in accum_dtype: fp32, or fp64 for fp64. Every tensor has its tokens on dim 1.
 
-Results over disjoint keys are merged by an online softmax. An attention sink (gpt-oss) is one more score a head, whose
-value is 0. It is merged into (out, lse) once, after all partial results, and backward reads the merged ones.
+Results over disjoint keys are merged by an online softmax. An attention sink (gpt-oss) is one more score per head,
+whose value is 0. It is merged into (out, lse) once, after all partial results, and backward reads the merged tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FUSED: list[Callable[[Tensor], Any]] = []
 
 
 def fused(x: Tensor) -> Any:
-    """Return the namespace of fused ops that take x; None where there is none, and torch's operations do."""
+    """Return the namespace of fused ops that take x; None if there is none, so that torch's operations are used."""
     return next(filter(None, (ops(x) for ops in FUSED)), None)
 
 
@@ -41,7 +41,7 @@ class Accumulator:
 
     Args:
         make: Returns uninitialized tensors in accum_dtype, in the memory that the result is sent from. It is called at
-            most once, and only if they are needed.
+            most once, and only if needed.
     """
 
     blank: tuple[float, float] = (0.0, 0.0)
@@ -55,19 +55,18 @@ class Accumulator:
 
     @property
     def held(self) -> Tensors | None:
-        """Return the held tensors, None while the accumulator is empty."""
+        """Return the held tensors; None while the accumulator is empty."""
         return self._held
 
     @property
     def written(self) -> Tensors:
-        """Return those rows of the held tensors that were written."""
+        """Return the written rows of the held tensors."""
         return tuple(x if self._rows else x[:, : self._end] for x in self._held or ())
 
     def expect(self, rows: Rows) -> None:
-        """Prepare for an `add` to those rows, before the kernel is called.
-
-        Rows that will be added to are cast to accum_dtype now, so that those in the inputs' dtype and in accum_dtype
-        are never in memory together with the kernel's result.
+        """Prepare for an `add` to these rows, before the kernel is called. Rows that will be added to are cast to
+        accum_dtype now, so that both their copies, in the inputs' dtype and in accum_dtype, are never in memory
+        together with the kernel's result.
         """
         if self._held is not None and rows.start < self._end:
             self._widen()
@@ -76,7 +75,7 @@ class Accumulator:
         """Add the tensors that a kernel returned.
 
         Args:
-            new: The tensors (B, size, ...), or (B, groups, size, ...) for several groups. The first ones are held
+            new: The tensors (B, size, ...), or (B, groups, size, ...) for several groups. The first tensors are held
                 without a copy, and may be changed later.
             rows: Their rows in the block. Several groups may share rows.
             tokens: The number of rows of the block.
@@ -107,8 +106,9 @@ class Accumulator:
         self._end = max(self._end, rows.end)
 
     def add_(self, *arrived: Tensor) -> None:
-        """Add another rank's partial result, of all rows. Its tensors may be changed: if they are in accum_dtype, the
-        held tensors are added to them, and they are held from then on."""
+        """Add another rank's partial result for all rows. Its tensors may be changed: if they are in accum_dtype, the
+        held tensors are added to them, and they become the held tensors.
+        """
         if self._held is None:
             self._held, self._materialized = arrived, True
         elif self._is_wide(arrived):
@@ -120,11 +120,11 @@ class Accumulator:
         self._end = arrived[0].shape[1]
 
     def merge(self, *arrived: Tensor) -> None:
-        """Add another rank's partial result, of all rows, without changing its tensors."""
+        """Add another rank's partial result for all rows, without changing its tensors."""
         self._combine(self.settled(), arrived)
 
     def materialize(self) -> Tensors:
-        """Return the tensors in accum_dtype, in the memory that they are sent from."""
+        """Return the tensors in accum_dtype, in the memory from which they are sent."""
         held = self.settled()
         if not self._materialized:
             self._move(self._make(), materialized=True)
@@ -136,7 +136,7 @@ class Accumulator:
             target.copy_(x)
 
     def finish(self, *dtypes: torch.dtype | None) -> Tensors:
-        """Return the tensors in those dtypes (None: without a cast), contiguous, no two of them in the same memory.
+        """Return the tensors in these dtypes (None: without a cast), contiguous and in separate memory.
 
         Rows to which nothing was added are blank. A kernel's tensors that have the dtype are neither cast nor copied.
         """
@@ -159,7 +159,7 @@ class Accumulator:
             self._move(self._make(), materialized=True)
 
     def _move(self, targets: Tensors, materialized: bool = False) -> None:
-        """Copy the held tensors into these, which are held from then on."""
+        """Copy the held tensors into these, which become the held tensors."""
         rows, held = self._rows or Rows(0, self._end), self._held
         self._held, self._rows, self._materialized = targets, None, materialized
         if held is None:
@@ -209,8 +209,9 @@ class Sum(Accumulator):
 
 
 def _owned(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
-    """Return x in the dtype (None: in its own), contiguous. `copy` is needed where tensors of one message share memory,
-    since results of an op must not."""
+    """Return x in the dtype (None: in its own), contiguous. `copy` is needed if tensors of one message share memory,
+    since results of an op must not.
+    """
     if copy or dtype not in (None, x.dtype):
         return x.to(dtype or x.dtype, memory_format=torch.contiguous_format, copy=copy)
     return x.contiguous()
@@ -220,8 +221,7 @@ def _owned(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
 
 
 def _operand(x: Tensor, rows: Rows, upper: bool) -> Tensor:
-    """Return the rows of x as a kernel takes them: groups joined to the batch, reversed for upper; a view if
-    possible."""
+    """Return the rows of x in a kernel's form: groups joined to the batch, reversed for upper; a view if possible."""
     if not upper and rows.size == x.shape[1]:
         return x
     x = rows.of(x)
@@ -231,14 +231,14 @@ def _operand(x: Tensor, rows: Rows, upper: bool) -> Tensor:
 
 
 def _result(x: Tensor, rows: Rows, upper: bool) -> Tensor:
-    """Return a kernel's result in the shape of the rows and in their order: the inverse of `_operand`."""
+    """Return a kernel's result in the shape and order of the rows: the inverse of `_operand`."""
     if upper:
         x = x.flip(1)
     return x.unflatten(0, (-1, rows.groups)) if rows.groups > 1 else x
 
 
 def _keywords(launch: Tile) -> dict[str, Any]:
-    """Return the arguments that only kernels for bands, or for windows, take."""
+    """Return the arguments that only kernels with bands or windows take."""
     return (
         {"width": launch.width} if launch.kind == "band" else {"segments": launch.segments} if launch.segments else {}
     )
@@ -254,7 +254,7 @@ def forward(
         q: (B, Sq, Hq, D), with a stride of 1 in the last dimension.
         k: (B, Sk, Hkv, D), with a stride of 1 in the last dimension.
         v: (B, Sk, Hkv, D), with a stride of 1 in the last dimension.
-        launches: The result of `compiler.tiles.launches.launches` for what this kernel supports.
+        launches: The result of `compiler.tiles.launches.launches` for this kernel's support.
         scale: The factor of q . k.
         into: The accumulator, a `Softmax`.
     """
@@ -316,8 +316,8 @@ def _add_gradients(
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge (new_out, new_lse) into (out, lse), in place.
 
-    The two weights sum to 1, however the merged lse is rounded. A row that saw no key on either side keeps out 0 and
-    lse -inf.
+    The two weights sum to 1 regardless of the rounding of the merged lse. A row that saw no key on either side keeps
+    out 0 and lse -inf.
 
     Args:
         out: (B, S, H, D) in fp32, or fp64 for fp64 attention. There may be further dimensions before the last one.
@@ -341,16 +341,15 @@ def _merge_(out: Tensor, new_out: Tensor, lse: Tensor, new_lse: Tensor) -> None:
 
 
 def _difference(a: Tensor, b: Tensor) -> Tensor:
-    """Return a - b of two log-sum-exps, and 0 where both are of no score, since -inf - -inf is NaN."""
+    """Return a - b of two log-sum-exps, and 0 where both have no scores, since -inf - -inf is NaN."""
     return (a - b).nan_to_num_()
 
 
 def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | None = None) -> None:
-    """Apply an elementwise in-place function to pieces of the tensors, of which the first is the largest.
-
-    So the function's temporaries, and torch's own where dtypes differ, take at most a 16th of the first tensor's size
-    on CPUs, and stay in their caches. On devices, where a call may cost more than its elements, a piece has
-    `AT_ONCE` elements. The last dimension is not cut.
+    """Apply an elementwise in-place function to pieces of the tensors; the first tensor is the largest. So on CPUs the
+    function's temporaries, and torch's own if dtypes differ, take at most a 16th of the first tensor's size, and stay
+    in the caches. On devices, where a call may cost more than its elements, a piece has `AT_ONCE` elements. The last
+    dimension is not cut.
     """
     x = tensors[0]
     limit = limit or (max(MERGED_AT_ONCE, x.numel() // 16) if x.is_cpu else AT_ONCE)
@@ -374,7 +373,7 @@ def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     Args:
         out: (B, S, H, D) in any dtype.
         lse: (B, S, H) in accum_dtype.
-        sinks: (H,), or (B, S, H) for one of each row.
+        sinks: (H,), or (B, S, H) with one per row.
     """
     sinks = sinks.to(lse.dtype)
     out.mul_(torch.sigmoid(_difference(lse, sinks)).unsqueeze(-1))
@@ -384,8 +383,8 @@ def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 def sinks_deltas(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return each row's sink weight, exp(sink - lse), times its delta, as (B, S, H).
 
-    A row's part of the sink's gradient is minus this, as for any key whose value is 0. Where sink and lse are both
-    -inf, the row has neither key nor sink; where both are inf, its out and delta are 0.
+    A row's part of the sink's gradient is minus this, as for any key whose value is 0. If sink and lse are both -inf,
+    the row has neither key nor sink; if both are inf, its out and delta are 0.
 
     Args:
         delta: rowsum(do * out), (B, S, H).

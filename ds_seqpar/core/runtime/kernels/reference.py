@@ -1,7 +1,7 @@
 """The protocol of a kernel, and two kernels in torch's own operations, for any device.
 
-`Reference` computes the dense matrix of scores; it is the definition that other kernels are tested against. `Chunked`
-computes a few query rows at a time, for what no fast kernel does, such as a softcap.
+`Reference` computes the dense matrix of scores, and is the definition against which other kernels are tested. `Chunked`
+computes a few query rows at a time, for features that no fast kernel supports, such as a softcap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
 
 @dataclasses.dataclass(frozen=True)
 class BlockSpec:
-    """The blocks that a kernel must be able to take."""
+    """The blocks that a kernel must support."""
 
     device: str  # a device type, such as "cuda"
     dtype: torch.dtype  # of q, k and v
@@ -44,8 +44,7 @@ class BlockSpec:
 
 
 class Scores(NamedTuple):
-    """How the score of a query and a key is computed: x = scale * (q . k), and with a softcap
-    softcap * tanh(x / softcap) (Gemma 2)."""
+    """The score of a query and a key: x = scale * (q . k), or with a softcap softcap * tanh(x / softcap) (Gemma 2)."""
 
     scale: float
     softcap: float = 0.0  # 0 for none
@@ -58,10 +57,10 @@ class Kernel(Protocol):
 
     Attributes:
         name: The name by which the configuration chooses the kernel.
-        support: What the kernel can be called for beside full and causal blocks:
+        support: What the kernel supports in addition to full and causal blocks:
 
-            - bands (`band`): both methods take one more argument, `width: int = 0`. Where it is not 0, row i sees
-              columns i to i + width - 1, as far as they exist;
+            - bands (`band`): both methods take one more argument, `width: int = 0`. If it is not 0, row i sees columns
+              i to i + width - 1, as far as they exist;
             - windows (`windows`): both methods take one more argument, `segments: Segments | None = None`.
         tolerance: For each dtype, the greatest max|a-b|/max|b| against fp64 that the conformance tests allow.
         ran_on: The devices on which the conformance suite has passed.
@@ -73,7 +72,7 @@ class Kernel(Protocol):
     ran_on: str
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        """Return the reasons why the kernel cannot take such blocks; an empty list where it can."""
+        """Return the reasons why the kernel cannot take such blocks; an empty list if it can."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -85,7 +84,7 @@ class Kernel(Protocol):
             q: (B, Sq, Hq, D).
             k: (B, Sk, Hkv, D), in q's dtype.
             v: (B, Sk, Hkv, D), in q's dtype.
-            causal: If True, row i sees columns 0 to i, else all columns.
+            causal: If True, row i sees columns 0 to i, otherwise all columns.
             scale: The factor of q . k.
 
         Returns:
@@ -97,7 +96,7 @@ class Kernel(Protocol):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the part of the gradients that comes from one block.
+        """Compute one block's part of the gradients.
 
         Args:
             do: The gradient of out, (B, Sq, Hq, D) in q's dtype.
@@ -188,7 +187,7 @@ def attend(
     """Compute `Kernel.forward`, with results in fp32 (fp64 for fp64).
 
     Args:
-        first: The number of q's first row, which sees columns 0 to `first` where causal.
+        first: The number of q's first row, which sees columns 0 to `first` if causal.
     """
     scores = _scores(q, k, causal, scale, softcap, first)
     lse = torch.logsumexp(scores, dim=-1)
@@ -201,7 +200,7 @@ def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, scale: float, softcap: float, first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute `Kernel.backward`, with results in fp32 (fp64 for fp64). `first` is that of `attend`."""
+    """Compute `Kernel.backward`, with results in fp32 (fp64 for fp64). `first` is as for `attend`."""
     heads = k.shape[2]
     scores = _scores(q, k, causal, scale, softcap, first)
     p = torch.exp(scores - rearrange(lse, "b q (k g) -> b k g q 1", k=heads))
@@ -236,7 +235,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, softcap: float, fi
 
 
 def _row_pieces(q: Tensor, k: Tensor, causal: bool, max_scores: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows, the columns that they see), each of at most `max_scores` scores, but of at least one row."""
+    """Yield (rows, the columns that they see), each with at most `max_scores` scores, but at least one row."""
     rows, columns = q.shape[1], k.shape[1]
     size = max(1, max_scores // (q.shape[0] * q.shape[2] * columns))
     for start in range(0, rows, size):
