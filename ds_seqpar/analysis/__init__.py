@@ -1,1 +1,1 @@
-"""Checks, pictures and listings of plans and programs. The engine imports none of it."""
+"""Checks, pictures and listings of plans and programs. The engine does not import it."""

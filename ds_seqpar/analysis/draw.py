@@ -1,4 +1,4 @@
-"""A timeline as a picture: one row per rank, with what the rank does and what it receives."""
+"""A timeline as a picture: one row per rank, with its work and the data that it receives."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def draw(
 ) -> None:
     """Write the simulated timeline of a plan as an image, PNG or the format of the file's extension.
 
-    A row is a CP rank, whose Ulysses ranks do the same at the same time. Its upper lane shows products and waits, its
+    A row is a CP rank; its Ulysses ranks do the same at the same time. Its upper lane shows products and waits, its
     lower lane transfers and exchanges of heads that arrive. Time is in products of two blocks.
 
     Args:
-        slower: How many times as long the timeline is as its products, or its transfers, alone.
+        slower: Duration of the timeline, over that of its products, or its transfers, alone.
 
     Raises:
         ConfigError: if matplotlib is not installed, or the file cannot be written.
@@ -62,8 +62,8 @@ def draw(
 
 
 def draw_packs(packs: Sequence[Sequence[Pack]], file: str | Path) -> None:
-    """Write an image of the packs of each group: a row for each CP rank, its tokens from left to right, those of one
-    micro-batch after those of another. Documents on one rank are gray, each other one has a color.
+    """Write an image of the packs of each group: a row for each CP rank, with its tokens from left to right,
+    micro-batch after micro-batch. Documents on a single rank are gray; every other document has a color.
 
     Raises:
         ConfigError: As of `draw`.

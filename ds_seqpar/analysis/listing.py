@@ -13,8 +13,8 @@ from . import memory
 def listing(bound: BoundProgram) -> str:
     """Return the text of one rank's bound program: its instructions in order, its slots, and its peak memory in bytes.
 
-    `[3]` is slot 3, and `local` refers to tensors of the caller. `#2` is a ticket: what an instruction with this ticket
-    starts runs until `wait #2`. The last column has the slots that are free after an instruction.
+    `[3]` is slot 3, and `local` refers to tensors of the caller. `#2` is a ticket: an operation that an instruction
+    with this ticket starts runs until `wait #2`. The last column lists the slots that are free after an instruction.
     """
     program = bound.program
     code = [["step", "instruction", "free after it"]]

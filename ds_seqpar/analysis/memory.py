@@ -1,7 +1,7 @@
 """The memory of a call beyond its input tensors: slots, accumulators and results of kernels.
 
 A tracker goes through the program instruction by instruction and counts bytes as the walker allocates and frees
-tensors; it needs no tensor. What a kernel allocates for itself counts where its formula is known (`workspace`).
+tensors; it does not need tensors. A kernel's own allocations count if their formula is known (`workspace`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Tracker:
         return self.saved + sum(self.local_results.values())
 
     def note(self, extra: int = 0) -> None:
-        """Update the peak with the current bytes. `extra` are bytes that are only needed for a moment."""
+        """Update the peak with the current bytes. `extra` bytes are needed only for a moment."""
         loose = sum(result.loose for result in self.results.values())
         held = sum(
             sum(bytes_of.values()) for bytes_of in (self.slots, self.outs, self.head_chunk_results, self.local_results)
@@ -144,7 +144,7 @@ class _Tracker:
         )
 
     def settle(self, result: _Result, slot: int, in_slot: bool = False, extra: int = 0) -> None:
-        """Convert a result to accum_dtype with all rows, in its slot. `in_slot`: whether it has to be in the slot."""
+        """Convert a result to accum_dtype with all rows, in its slot. `in_slot`: whether it must be in the slot."""
         if result.settled and (result.in_slot or not in_slot):
             return
         self.make(slot, extra=extra)
@@ -184,7 +184,7 @@ class _Tracker:
         self.computed = 0
 
     def rows(self, kind: str, tokens: int) -> int:
-        """Return the bytes of a result of so many tokens in the inputs' dtype."""
+        """Return the bytes of a result with this number of tokens in the inputs' dtype."""
         fields = self.shape.fields(self.program.direction, kind, self.shape.dtype)
         counted = [f for f in fields if kind != "q" or f.name == "q"]
         return self.shape.batch * tokens * token_bytes(counted)
@@ -366,7 +366,7 @@ TRACK = methods_of(_Tracker)
 
 
 def free_head_chunk_counts(q_heads: int, kv_heads: int, ulysses_size: int) -> list[int]:
-    """Return the numbers of equal head chunks that send no more bytes than one does, ascending."""
+    """Return, in ascending order, the numbers of equal head chunks that send no more bytes than a single one."""
     limit = max_head_chunks(q_heads, kv_heads, ulysses_size)
     return [1, *(n for n in range(2, limit + 1) if kv_heads % n == 0 and kv_heads // n % ulysses_size == 0)]
 
@@ -374,7 +374,7 @@ def free_head_chunk_counts(q_heads: int, kv_heads: int, ulysses_size: int) -> li
 def fewest_head_chunks(
     recipe: Recipe, ulysses_size: int, local: Shape, mask: Mask, shards: Shards, workspace: str = ""
 ) -> int:
-    """Return the fewest head chunks with which attention needs no more memory than its q, k, v and out.
+    """Return the smallest number of head chunks with which attention needs no more memory than its q, k, v and out.
 
     All ranks use the program of the first CP rank, so that they agree.
 

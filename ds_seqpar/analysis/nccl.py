@@ -1,8 +1,9 @@
-"""Prove that the programs of all ranks complete under NCCL's rules, and that every message reaches its own receiver.
+"""Prove that the programs of all ranks complete under NCCL's rules, and that every message reaches its receiver.
 
 NCCL's rules are these. There are no tags: between two ranks of a communicator the first send meets the first receive,
-the second the second. Messages that are posted together run as one operation, which ends when all of its messages have
-ended. The operations of a communicator run in the order in which a rank started them, each after the last has ended.
+and the second send the second receive. Messages that are posted together run as one operation, which ends when all of
+its messages have ended. The operations of a communicator run in the order in which a rank started them, each after the
+last has ended.
 
 Two ranks connect when they first send one another anything. Where they are half of a communicator apart, what they send
 and what they receive has one peer among those at that distance, and both ways are connected at once if the first batch

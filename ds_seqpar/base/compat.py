@@ -1,8 +1,8 @@
-"""Every name of torch, DeepSpeed and other packages that ds_seqpar uses though they do not document it.
+"""Every undocumented name of torch, DeepSpeed and other packages that ds_seqpar uses.
 
-A new release may drop or change any of these. Each line says what breaks then, as the beginning of a sentence: where a
-name is missing, its first use raises ConfigError with that sentence, on every rank. `tests/unit/test_compat.py` looks
-for all of them in the installed releases, and for private names that are used anywhere else.
+A new release may drop or change any of these. Each line says what then breaks, as the beginning of a sentence. If a
+name is missing, its first use raises ConfigError with this sentence, on every rank. `tests/unit/test_compat.py` checks
+that all of them exist in the installed releases, and that private names are not used anywhere else.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def private(name: str, breaks: str) -> Any:
         breaks: What does not work without it.
 
     Returns:
-        The object. Where it is missing, a function that raises ConfigError.
+        The object. If it is missing, a function that raises ConfigError.
     """
     try:
         return pkgutil.resolve_name(name)
@@ -56,7 +56,7 @@ def private(name: str, breaks: str) -> Any:
 
 
 def attribute(name: str, breaks: str) -> Callable[[Any], Any]:
-    """Return a function that reads an attribute of an object. It raises ConfigError where the object has none.
+    """Return a function that reads an attribute of an object. It raises ConfigError if the object does not have it.
 
     Args:
         name: "module:class.attribute", or "module:attribute".
@@ -79,13 +79,13 @@ def mark(name: str) -> str:
     A missing attribute has a meaning, so a release that renames it causes no error here.
 
     Args:
-        name: "module:attribute", of the module that reads or sets it.
+        name: "module:attribute", with the module that reads or sets it.
     """
     return name.rpartition(":")[2]
 
 
 def missing(name: str, breaks: str) -> ConfigError:
-    """Return the error for a name that the installed release does not have."""
+    """Return the error for a name that the installed release lacks."""
     package = name.partition(":")[0].partition(".")[0]
     try:
         version = importlib.metadata.version(package)
@@ -122,7 +122,7 @@ CONSTANT = mark("torch._dynamo.decorators:_dynamo_marked_constant")
 
 
 def is_profiling() -> bool:
-    """Return whether a profiler of torch is on. Every instruction asks, so this is as short as it can be."""
+    """Return whether a torch profiler is on. Every instruction calls this, so it is as short as possible."""
     try:
         return profiler._is_profiler_enabled
     except AttributeError:
@@ -135,7 +135,7 @@ def number_of(node: Any) -> int:
 
 
 def is_autograd_thread(thread: threading.Thread) -> bool:
-    """Return whether the current thread is one of autograd's, which Python has not started."""
+    """Return whether the current thread is one of autograd's threads, which Python did not start."""
     return isinstance(thread, threading._DummyThread) and graph_task() >= 0
 
 
@@ -196,12 +196,12 @@ device_types = attribute("torch.distributed:ProcessGroup._device_types", _GROUPS
 
 
 def is_known(group: dist.ProcessGroup) -> bool:
-    """Return whether a group was not destroyed."""
+    """Return whether a group has not been destroyed."""
     return group in _known_groups(_world)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout that a group was made with; torch's default for a backend that does not say."""
+    """Return the timeout with which a group was made; torch's default for a backend that does not report it."""
     backend = backend_of(group, device_types(group)[0])
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     try:
@@ -211,11 +211,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def nccl_options(max_ctas: int | str) -> Any:
-    """Return options of an NCCL group whose transfers begin while products run. At the products' own priority NCCL's
-    blocks wait until all blocks of a product have begun, which is nearly its end.
+    """Return options of an NCCL group whose transfers begin while products run. At the products' own priority, NCCL's
+    blocks wait until all blocks of a product have begun, i.e. nearly until its end.
 
     Args:
-        max_ctas: The most thread blocks of an operation; "auto": NCCL's own number.
+        max_ctas: Maximum number of thread blocks per operation; "auto": NCCL's own number.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout_of(default_group())  # as that of the group, which torch compares
@@ -225,7 +225,7 @@ def nccl_options(max_ctas: int | str) -> Any:
 
 
 def new_group(ranks: tuple[int, ...], rank: int, backend: str, **settings: Any) -> dist.ProcessGroup:
-    """Make a group by the function that `new_group` calls, on its ranks alone.
+    """Make a group with the function that `new_group` calls, only on its own ranks.
 
     Args:
         ranks: The global ranks in the group.
@@ -250,7 +250,7 @@ def new_group(ranks: tuple[int, ...], rank: int, backend: str, **settings: Any) 
 
 
 def shm_op() -> Any:
-    """Return DeepSpeed's all-reduce in shared memory, which this compiles at first; None where there is none."""
+    """Return DeepSpeed's all-reduce in shared memory, compiled at first use; None if there is none."""
     return private("deepspeed.comm.torch:build_shm_op", "all-reduces of ranks on one machine without GPUs")()
 
 
@@ -281,8 +281,9 @@ _zero3_weights = attribute("deepspeed.runtime.zero.stage3:fp32_partitioned_group
 
 
 def forget_gradients(optimizer: Any) -> None:
-    """Clear what ZeRO-3 keeps behind a step: it adds the next gradient of a parameter to its last one, or takes that
-    again, where the next micro-batch does not use the parameter, as text alone uses no tower."""
+    """Clear the gradients that ZeRO-3 keeps after a step. Otherwise, if the next micro-batch does not use a parameter
+    (for example text without a vision tower), it reuses the last gradient or adds the next one to it.
+    """
     _zero3_gradients(optimizer).zero_()
     for x in _zero3_weights(optimizer):
         if x.grad is not None:  # where the optimizer is offloaded

@@ -1,4 +1,4 @@
-"""Errors that a user can cause. Each message is one sentence: what is needed, what was given, what to do."""
+"""Errors that a user can cause. Each message is one sentence: what is needed, what was given, and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_SHOWN = 4  # fields, groups of ranks and runs of rank numbers that a senten
 
 
 class SeqParError(ValueError):
-    """Base class of every error that ds_seqpar raises because of what a user gave it."""
+    """Base class of every error that ds_seqpar raises because of a user's input."""
 
 
 class ConfigError(SeqParError):
@@ -24,15 +24,17 @@ class InputError(SeqParError):
 
 
 class PlanError(SeqParError):
-    """Raised when a plan cannot be read, computes a wrong result or hangs; it has the steps around the wrong one."""
+    """Raised when a plan cannot be read, computes a wrong result or hangs; the message shows the steps around the wrong
+    one.
+    """
 
 
 class KernelError(SeqParError):
-    """Raised when no attention kernel can take the blocks; it has the reasons of every kernel."""
+    """Raised when no attention kernel can take the blocks; the message has the reasons of every kernel."""
 
 
 class DisagreementError(SeqParError):
-    """Raised on all ranks when values that must be equal differ between ranks, or one rank cannot go on."""
+    """Raised on all ranks when values that must be equal differ between ranks, or one rank cannot continue."""
 
 
 class CommunicationError(SeqParError, RuntimeError):
@@ -43,7 +45,7 @@ class CommunicationError(SeqParError, RuntimeError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'zigzag'?)`, or nothing where no known word is near."""
+    """Return ` (did you mean 'zigzag'?)`, or nothing if no known word is near."""
     match = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean '{match[0]}'?)" if match else ""
 
@@ -55,7 +57,7 @@ def quoted_list(names: Iterable[str], last: str = "or") -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or `ranks 0-2, 5`; many scattered ones are cut short."""
+    """Return `rank 3`, or `ranks 0-2, 5`; long lists of scattered ranks are shortened."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -68,7 +70,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def check_choice(subject: str, value: str, known: Iterable[str]) -> None:
-    """Raise ConfigError unless `value` is one of `known`; the message has the nearest legal value."""
+    """Raise ConfigError unless `value` is one of `known`; the message suggests the nearest legal value."""
     known = sorted(known)
     if value not in known:
         raise ConfigError(
@@ -95,9 +97,8 @@ def as_seqpar_error(action: str, reason: Exception) -> SeqParError:
 
 
 def whole_number(x: object) -> int | None:
-    """Return x as an int where it is one, or such a number of NumPy or torch.
-
-    Return None for anything else, including True and False.
+    """Return x as an int if it is a Python, NumPy or torch integer. Return None for anything else, including True and
+    False.
     """
     if type(x) is int:
         return x

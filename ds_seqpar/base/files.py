@@ -1,7 +1,7 @@
-"""Read and check files that a user gives.
+"""Read and check a user's files.
 
-A file that is too large, too deep or no valid JSON is refused, and so is a value of a wrong type or out of range. The
-error is one sentence with the file, the key and the value.
+Files that are too large, too deeply nested or invalid JSON are refused, and so are values of a wrong type or out of
+range. The error is one sentence with the file, the key and the value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_text(path: str | os.PathLike[str], text: str, subject: str) -> None:
     """Write a text file.
 
     Args:
-        subject: What the file is for, as "a trace".
+        subject: What the file is for, such as "a trace".
 
     Raises:
         ConfigError: The file cannot be written.
@@ -55,9 +55,9 @@ def read_text(path: str | os.PathLike[str], subject: str, form: str = "file", *,
     """Return the text of a file.
 
     Args:
-        subject: What the file is for, as "the DeepSpeed configuration".
+        subject: What the file is for, such as "the DeepSpeed configuration".
         form: What the file must be, for the message.
-        most: The most bytes that it may have.
+        most: Its maximum size in bytes.
 
     Raises:
         ConfigError: The file cannot be read, is larger than `most`, or is not UTF-8.
@@ -80,7 +80,7 @@ def read_json(path: str | os.PathLike[str], subject: str) -> dict[str, Any]:
     """Return the object of a JSON file.
 
     Raises:
-        ConfigError: As for `read_text` and `parse_json`, or the file has no object.
+        ConfigError: As for `read_text` and `parse_json`, or the file does not contain an object.
     """
     content = parse_json(read_text(path, subject, "JSON file"), subject, str(path))
     if not isinstance(content, dict):
@@ -94,11 +94,11 @@ def parse_json(text: str, subject: str, place: str, or_text: bool = False) -> An
     Args:
         subject: What the text is for.
         place: Where the text is from.
-        or_text: Whether to return a text that is no JSON as it is.
+        or_text: Whether to return a text that is not JSON as it is.
 
     Raises:
         ConfigError: The text is not valid JSON, an object has a key twice, a number is not finite or has more than 64
-            bits, or more than `DEEPEST` objects and lists are inside one another.
+            bits, or more than `DEEPEST` objects and lists are nested.
     """
     too_deep = ConfigError(
         f"{subject} must have at most {DEEPEST} objects and lists inside one another; {place} has more"
@@ -133,7 +133,7 @@ def call_library(library: str, place: str, content: Mapping[str, Any], make: Cal
     """Return make(content), for a function of a library.
 
     Raises:
-        ConfigError: The library refuses the content; the sentence has the key that causes it, its value, and the
+        ConfigError: The library refuses the content; the message has the key that causes it, its value, and the
             library's message.
     """
     with quiet():
@@ -149,9 +149,8 @@ def call_library(library: str, place: str, content: Mapping[str, Any], make: Cal
 
 
 def refused_setting(content: Mapping[str, Any], accepts: Callable[[dict[str, Any]], bool]) -> tuple[str, Any] | None:
-    """Return (key, value) of the first setting without which a refused content is accepted.
-
-    The key has dots where it is inside objects. Return None where no single setting is the cause.
+    """Return (key, value) of the first setting without which refused content is accepted. A nested key has dots. Return
+    None if no single setting is the cause.
     """
     for key, value in content.items():
         if accepts({name: other for name, other in content.items() if name != key}):
@@ -214,7 +213,7 @@ def read_as(form: type[T], content: object, place: str) -> T:
         place: What errors begin with, as "machine ours: ".
 
     Raises:
-        ConfigError: A value does not fit, or a key is missing or unknown; the sentence is about the first fault.
+        ConfigError: A value does not fit, or a key is missing or unknown; the message describes the first fault.
     """
     checker = pydantic.TypeAdapter(form)
     try:
@@ -262,7 +261,7 @@ def as_config_error(
 
 
 def _at(path: Sequence[str | int], content: object) -> tuple[str, object]:
-    """Return (key with dots, value) where a path ends in the content. Its last steps may name a union's branches."""
+    """Return (key with dots, value) at the end of a path in the content. Its last steps may name a union's branches."""
     steps = []
     for step in path:
         inner = dict(enumerate(content)) if isinstance(content, list) else content
@@ -274,7 +273,7 @@ def _at(path: Sequence[str | int], content: object) -> tuple[str, object]:
 
 
 class _Refused(Exception):
-    """Raised for what JSON has and no file may have."""
+    """Raised for JSON content that files may not have."""
 
     def __init__(self, needs: str, found: str) -> None:
         super().__init__(needs)

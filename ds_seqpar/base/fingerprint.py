@@ -1,4 +1,4 @@
-"""Values in the form in which ranks compare them, and a hash that is the same in every process."""
+"""Values in the form that ranks compare, and a hash that is the same in every process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Fingerprint(int):
 
     @classmethod
     def of(cls, *content: object) -> Fingerprint:
-        """Return the fingerprint of the contents' repr, which must hold no address."""
+        """Return the fingerprint of the contents' repr, which must not contain an address."""
         return cls.of_bytes(repr(content).encode())
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class Fingerprint(int):
 
 
 class Compared:
-    """A value in the form in which ranks compare it: its fields and their fingerprint."""
+    """A value in the form that ranks compare: its fields and their fingerprint."""
 
     def __init__(self, name: str, value: object) -> None:
         self.name, self.fields = name, fields_of(value)
@@ -36,7 +36,7 @@ class Compared:
 
 
 def fields_of(value: object, name: str = "") -> Fields:
-    """Return the repr of each field that is compared by itself, by name. A tuple is one field, as shapes are."""
+    """Return the repr of each field that is compared by itself, by name. A tuple, such as a shape, is one field."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, list):

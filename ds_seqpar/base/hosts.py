@@ -25,21 +25,22 @@ LOCAL_SIZES = (
 
 
 def local_rank() -> int | None:
-    """Return this rank's number on its machine, as its launcher has set it; None where none has."""
+    """Return this rank's number on its machine, as set by its launcher; None if it was not set."""
     return _first_set(LOCAL_RANKS)
 
 
 def _first_set(names: Sequence[str]) -> int | None:
-    """Return the number that the first of these variables begins with which is set, as 8 of srun's "8(x2)"."""
+    """Return the number at the beginning of the first of these variables that is set, such as 8 from srun's "8(x2)"."""
     found = (re.match(r"\d+", os.environ.get(name, "")) for name in names)
     return next((int(number[0]) for number in found if number), None)
 
 
 def this_device() -> torch.device | None:
-    """Return the accelerator of this rank: the one that the process has set, or else the one of its `local_rank`.
+    """Return the accelerator of this rank: the one that the process has set, or by default the one with its
+    `local_rank`.
 
-    Returns None on a machine without accelerators. Raises ConfigError where the machine has fewer accelerators than
-    ranks, or nothing says which of them is this rank's.
+    Returns None on a machine without accelerators. Raises ConfigError if the machine has fewer accelerators than ranks,
+    or if it is unknown which one is this rank's.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
@@ -73,7 +74,7 @@ def _index(count: int, chosen: int, local_rank: int | None) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the device's model, as "NVIDIA H100 80GB HBM3"; "cpu" for a CPU."""
+    """Return the device's model name, such as "NVIDIA H100 80GB HBM3"; "cpu" for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -88,7 +89,7 @@ def set_device() -> torch.device | None:
 
 
 def ranks_per_node(world: int) -> int:
-    """Return how many ranks a node has, as the launcher sets it; `world` where none does."""
+    """Return the number of ranks per node, as set by the launcher; `world` if it was not set."""
     return _first_set(LOCAL_SIZES) or world
 
 
@@ -103,7 +104,7 @@ class Host(NamedTuple):
 
 
 def host_name() -> str:
-    """Return a name that differs from that of any other host, and of a container with a network of its own."""
+    """Return a name that is unique among hosts and containers with their own network."""
     names = [socket.gethostname()]
     with contextlib.suppress(OSError):  # without /proc only the name
         names += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
@@ -125,13 +126,13 @@ def host_memory() -> int:
 
 
 def ranks_per_host(hosts: Sequence[Host]) -> int:
-    """Return how many ranks each host has.
+    """Return the number of ranks on each host.
 
     Args:
         hosts: the host of each rank, by rank.
 
     Raises:
-        ConfigError: unless all hosts have equally many ranks, and the ranks of a host follow one another.
+        ConfigError: unless all hosts have the same number of ranks, and the ranks of a host are consecutive.
     """
     runs = [len(list(ranks)) for _, ranks in itertools.groupby(host.name for host in hosts)]
     if len(set(runs)) > 1 or len(runs) > len({host.name for host in hosts}):

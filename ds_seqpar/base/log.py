@@ -14,7 +14,7 @@ _said: set[str] = set()
 
 
 def log_once(message: str) -> None:
-    """Log a message once in a process, on rank 0 alone, as a WARNING: Python itself shows these on stderr."""
+    """Log a message once per process, only on rank 0, as a WARNING, which Python shows on stderr by default."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     if rank == 0 and message not in _said:
         _said.add(message)

@@ -1,4 +1,4 @@
-"""Copy tensors to a device without making the host wait, and cache there what depends on a layout."""
+"""Copy tensors to a device without making the host wait, and cache tensors that depend on a layout there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Return the tensor on a device. Where that is an accelerator, the host does not wait for it."""
+    """Return the tensor on a device. If that is an accelerator, the host does not wait for the copy."""
     device = torch.device(device)
     if device.type == "cpu":
         return x.to(device)  # with non_blocking the host could read it before the device has written it
@@ -26,9 +26,8 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 class DeviceCache:
-    """Tensors that depend on a batch's layout alone, made and copied to a device once for each layout.
-
-    Nobody may write to them.
+    """Tensors that depend only on a batch's layout, made and copied to a device once for each layout. Do not write to
+    them.
     """
 
     MOST, FEW, BYTES = 64, 8, 2**26  # so many are kept; beyond the few last ones, only while all have at most the bytes
@@ -37,12 +36,12 @@ class DeviceCache:
         self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
 
     def get(self, key: Hashable, device: torch.device | str, make: Callable[[], T]) -> T:
-        """Return what `make` returns, a tensor or a tuple with tensors, on a device.
+        """Return the result of `make`, a tensor or a tuple with tensors, on a device.
 
         Args:
-            key: stands for what is made; equal keys get the same.
-            device: where it is needed.
-            make: called for a key that is not kept.
+            key: identifies the result; equal keys return the same result.
+            device: where the result is needed.
+            make: called for a key that is not cached.
         """
         device = torch.device(device)
         # what one stream has made, another one might read too early, or give to others while it is still read

@@ -1,4 +1,4 @@
-"""What torch.profiler shows of this library. It costs nothing while no profiler is on."""
+"""Labels of this library in torch.profiler. They cost nothing while no profiler is on."""
 
 from __future__ import annotations
 

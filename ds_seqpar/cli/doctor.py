@@ -28,8 +28,8 @@ OF_SEVERAL_RANKS = ("size", "ulysses", "rank_order", *schedules.settings())  # s
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command, and return its exit code: 1 where a check failed. Collective over the ranks; a launcher need not
-    have started any.
+    """Run the command, and return its exit code: 1 if a check failed. Collective over the ranks. Works without a
+    launcher too.
 
     Raises:
         Told: On all ranks, if one of them cannot read the configuration or the model.

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _source() -> Path:
-    """Return the folder that has the examples: the clone, or where a wheel put them."""
+    """Return the folder of the examples: in the clone, or where a wheel installed them."""
     clone = Path(__file__).resolve().parents[2]
     if (clone / "examples" / "demo.py").is_file():
         return clone

@@ -21,11 +21,11 @@ def launched(command: str, alone: bool = False) -> Iterator[bool]:
 
     Args:
         command: The command's name.
-        alone: Whether one process that no launcher started will do.
+        alone: Whether a single process without a launcher is enough.
 
     Raises:
         ConfigError: No launcher started the ranks.
-        SeqParError: The ranks did not meet.
+        SeqParError: The ranks could not connect.
         Told: Anything that a rank's part of the command raised.
     """
     alone &= not {"RANK", "WORLD_SIZE"} & os.environ.keys()
@@ -61,7 +61,7 @@ def _check_launcher(command: str) -> None:
 
 
 def file_error(option: str, file: str) -> ConfigError | None:
-    """Return why an option's file cannot be written, before work that takes long; None where it can."""
+    """Return why an option's file cannot be written, before long work begins; None if it can."""
     if os.path.isdir(file) or not os.access(Path(file).parent, os.W_OK | os.X_OK):
         return ConfigError(f"{option} must be a file in a folder that can be written to; got {file!r}")
     return None

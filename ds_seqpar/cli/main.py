@@ -4,12 +4,12 @@
 `python -m ds_seqpar memory` predicts what a training step of a model needs on each rank.
 `python -m ds_seqpar plan` orders the configurations that fit by a plain estimate, before anything is launched.
 `python -m ds_seqpar schema` prints the JSON schema of the settings, for editors.
-`deepspeed --module ds_seqpar tune` measures the best of them, a training step each, on the ranks at hand.
+`deepspeed --module ds_seqpar tune` measures a training step of each of the best ones on the available ranks.
 `deepspeed --module ds_seqpar doctor` examines ranks, links, kernels and a small copy of a model, before it trains.
-`python -m ds_seqpar trace` joins what torch.profiler wrote on each rank into one file.
-`python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start.
-`python -m ds_seqpar examples` copies the examples into a folder.
-`python -m ds_seqpar env` prints versions and devices, to paste into a bug report."""
+`python -m ds_seqpar trace` joins the torch.profiler traces of all ranks into one file. `python -m ds_seqpar prepare`
+compiles what DeepSpeed needs on this machine, before ranks start. `python -m ds_seqpar examples` copies the examples
+into a folder. `python -m ds_seqpar env` prints versions and devices, to paste into a bug report.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ MODULES = (examples, memory, plan, schema, show, trace)  # of commands that need
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return the exit code: 0, 1 where the doctor finds a fault, or 2 for settings that do not
-    fit."""
+    """Run a command and return the exit code: 0, 1 if the doctor finds a fault, or 2 for settings that do not fit."""
     parser = argparse.ArgumentParser(prog="ds-seqpar", description=__doc__)
     parser.add_argument("--version", action="version", version=f"ds_seqpar {__version__}")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it to all ranks

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def with_trainer(inputs: Inputs, args: argparse.Namespace) -> Inputs:
-    """Return the inputs with what --trainer, --reference, --lora and --completions say."""
+    """Return the inputs with the values of --trainer, --reference, --lora and --completions."""
     model, job = inputs.model, inputs.job
     if args.lora is not None:
         trained = count("--lora", args.lora) * model.lora
@@ -186,7 +186,7 @@ def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None
 
 
 def unplanned_lines(inputs: Inputs, config: SequenceParallelConfig) -> list[str]:
-    """Return lines about settings that ranks would choose otherwise than this command does."""
+    """Return lines about settings that ranks would choose differently from this command."""
     text = (
         f'{SECTION}: ranks would plan what is "auto"; here it is all ranks, the most Ulysses and the default schedule'
     )

@@ -36,7 +36,7 @@ class Told(Exception):
 
 
 def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> None:
-    """Add the options that commands share. `machine` is the help of --machine, `units` those of --json."""
+    """Add the options that commands share. `machine` is the help of --machine; `units` are the units of --json."""
     parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
     parser.add_argument("--seq-len", metavar="N", help=f"tokens of the whole sequence, {UNITS_HELP}")
     add_settings(parser)
@@ -61,7 +61,7 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how many ranks there are."""
+    """Add the options for the number of ranks."""
     parser.add_argument("--ranks", metavar="P", help="ranks of the job; or say --nodes")
     parser.add_argument("--nodes", metavar="N", help="nodes of the job, all of whose ranks take part")
     parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
@@ -142,12 +142,12 @@ class Inputs:
 
     @property
     def per_rank(self) -> int:
-        """Most tokens of a rank in a pack."""
+        """The maximum number of a rank's tokens in a pack."""
         assert self.config.tokens_per_rank != "auto"
         return self.config.tokens_per_rank
 
     def request(self, job: Job | None = None) -> Request:
-        """Return the planner's request of what the section leaves open, for the machine, which is known."""
+        """Return the planner's request for the settings that the section leaves open, on the known machine."""
         assert self.machine is not None
         job = job or self.job
         given = {name: value for name, value in self.content.get(SECTION, {}).items() if name not in PLAN_REQUESTS}
@@ -157,7 +157,7 @@ class Inputs:
 
 
 def _pack(args: argparse.Namespace, config: SequenceParallelConfig, world: int) -> int:
-    """Return the most tokens of a pack, for --lengths."""
+    """Return the maximum number of tokens in a pack, for --lengths."""
     if args.seq_len is not None or getattr(args, "documents", None) is not None:
         raise ConfigError("--lengths says how long samples are; got --seq-len or --documents too, leave them out")
     if config.tokens_per_rank == "auto" or config.auto_fields:
@@ -210,7 +210,7 @@ def count(name: str, text: str, units: bool = False) -> int:
     """Return the number in an option; with `units` it may end in K or M.
 
     Raises:
-        ConfigError: If it is not a whole number from 1.
+        ConfigError: If it is not a positive whole number.
     """
     unit = UNITS.get(text[-1:].upper(), 1) if units else 1
     digits = text[:-1] if unit > 1 else text
@@ -231,7 +231,7 @@ def lengths_in(name: str, file: str) -> tuple[int, ...]:
     """Return the lengths in the file of an option: whole numbers, separated by blanks or line ends.
 
     Raises:
-        ConfigError: There is something else in it.
+        ConfigError: The file contains anything else.
     """
     words = read_text(file, name).split()
     invalid = (word for word in words or ["nothing"] if not (word.isdecimal() and len(word) <= DIGITS and int(word)))
@@ -284,8 +284,9 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
-    """Replace each "auto" of a configuration that memory depends on, and return key -> the new value. Sizes of buckets
-    are those that the Trainer computes from the model; what it takes from its arguments gets usual values."""
+    """Replace each "auto" of a configuration that memory depends on, and return key -> the new value. Bucket sizes are
+    those that the Trainer computes from the model; values that it takes from its arguments are set to usual ones.
+    """
     assumed = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16.enabled": content.get("fp16", {}).get("enabled") is not True,

@@ -28,7 +28,7 @@ SHARED, WHOLE = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "-="
 
 
 class Packing(NamedTuple):
-    """What is predicted of the packs of a step."""
+    """Predictions for the packs of a step."""
 
     config: SequenceParallelConfig  # resolved, with the Ulysses size of these packs that needs most memory
     packed: Packed
@@ -36,7 +36,7 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs, size: int, machine: Machine) -> Packing:
-        """Return the prediction for groups of so many ranks."""
+        """Return the prediction for groups of this number of ranks."""
         limits.check("ranks that share packs", size, limits.MAX_COMPARED_RANKS, "say --set size=8, or what is meant")
         config = dataclasses.replace(inputs.config, size=size)
         config = config.resolve(inputs.world, (inputs.model.heads, inputs.model.kv_heads), machine.per_node)
@@ -50,18 +50,18 @@ class Packing(NamedTuple):
 
 
 def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, list[str]]:
-    """Return (the configuration of the pack that needs most memory, lines on the step's packs)."""
+    """Return (the configuration of the pack that needs the most memory, lines on the step's packs)."""
     size = inputs.seq // inputs.per_rank
     packing = Packing.of(inputs, size, inputs.machine or Machine.load(DEFAULT))
     return packing.config, [f"a pack has at most {size} x {inputs.per_rank:,} tokens", *summary(packing.packed)]
 
 
 def run_plan(inputs: Inputs, window: int | None, as_json: bool) -> None:
-    """Print what a step of samples takes in packs, for each number of ranks that may share them, beside groups that
+    """Print the time of a step of samples in packs, for each number of ranks that may share them, next to groups that
     take one sample after the other.
 
     Raises:
-        ConfigError: No pack fits the memory, or a sample fits no pack.
+        ConfigError: No pack fits the memory, or a sample does not fit a pack.
     """
     inputs = dataclasses.replace(inputs, job=dataclasses.replace(inputs.job, window=window))
     machine, least = inputs.machine, -(-max(inputs.lengths) // inputs.per_rank)
@@ -157,7 +157,7 @@ def _lines(packed: Packed) -> Iterator[str]:
 
 
 def _drawn(pack: Pack, rank: int, widest: int) -> str:
-    """Return a rank's tokens as letters: of shared documents one each, whole ones in turn."""
+    """Return a rank's tokens as letters: one letter per shared document; whole documents alternate."""
     text, held = "", 0
     for number, part in enumerate(pack.parts[rank]):
         held += part.tokens

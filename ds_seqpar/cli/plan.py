@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_request(parser: argparse.ArgumentParser, machine: str) -> None:
-    """Add the options that `request_of` reads, but for the ranks. `machine` is the help of --machine."""
+    """Add the options that `request_of` reads, except the ranks. `machine` is the help of --machine."""
     parser.add_argument("--documents", metavar="FILE", help="lengths of the documents that a sequence is a pack of")
     parser.add_argument("--sequences", metavar="N", help="sequences of a step; default: as many as there are ranks for")
     parser.add_argument("--window", metavar="N", help=f"tokens of the attention's window, {UNITS_HELP}")
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def request_of(args: argparse.Namespace, machine: Machine) -> tuple[Inputs, Request]:
-    """Return (the inputs of the command, the planner's request). `machine` is taken where none is named. Raise
+    """Return (the inputs of the command, the planner's request). `machine` is used if none is named. Raise
     ConfigError for options or settings that do not fit."""
     documents = lengths_in("--documents", args.documents) if args.documents is not None else ()
     inputs = Inputs.of(args, sum(documents) or None, machine)
@@ -106,14 +106,16 @@ def title(request: Request) -> str:
 
 
 def rates(machine: Machine, dtype: str) -> str:
-    """Return the rates that the estimate takes, as a line."""
+    """Return the rates used by the estimate, as a line."""
     attention, matrices = (rates.get(dtype, 0) / 1e12 for rates in (machine.attention, machine.matrices))
     links = f"{machine.inside.rate / 1e9:.3g} GB/s in a node and {machine.between.rate / 1e9:.3g} between nodes"
     return f"rates of a rank: attention {attention:.3g} TFLOP/s, matrix products {matrices:.3g}, links {links}"
 
 
 def _rows(request: Request, ranked: Sequence[Planned]) -> Iterator[list[str]]:
-    """Yield a row for each distinct answer: of schedules that count as equally fast, on as many ranks, the first."""
+    """Yield a row for each distinct answer: the first of schedules that count as equally fast on the same number of
+    ranks.
+    """
     answers: dict[tuple, list[Planned]] = {}
     for planned in ranked:
         config = planned.config
@@ -129,7 +131,7 @@ def _rows(request: Request, ranked: Sequence[Planned]) -> Iterator[list[str]]:
 
 
 def traffic(planned: Planned) -> list[str]:
-    """Return the cells of what a rank receives in attention of a layer, forward and backward."""
+    """Return the table cells for what a rank receives in a layer's attention, forward and backward."""
     forward, backward = planned.estimate.forward, planned.estimate.backward
     sizes = forward.inside + backward.inside, forward.between + backward.between
     return [*(f"{size / MIB:,.1f}" for size in sizes), str(forward.messages + backward.messages)]

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a DeepSpeed JSON. Of DeepSpeed's own keys it says nothing."""
+    """Return the JSON schema of a DeepSpeed JSON. It does not cover DeepSpeed's own keys."""
     section = {"type": "object", "properties": properties(), "additionalProperties": False}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -186,7 +186,7 @@ def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
 def exchange_bytes_per_token(shape: Shape, ulysses_size: int, exchange: HeadExchange) -> float:
     """Return the bytes that a Ulysses rank receives from the others in an exchange, per token of the CP rank.
 
-    All Ulysses ranks count as having equal shares. `shape` is that of the Ulysses rank's inner tensors.
+    All Ulysses ranks are assumed to have equal shares. `shape` describes the Ulysses rank's inner tensors.
     """
     size = token_bytes(shape.field(name) for name in exchange.fields)
     return shape.batch * size * (ulysses_size - 1) / ulysses_size

@@ -1,4 +1,4 @@
-"""`python -m ds_seqpar trace`: the traces that torch.profiler wrote, one a rank, as one file for ui.perfetto.dev."""
+"""`python -m ds_seqpar trace`: joins torch.profiler's traces, one per rank, into one file for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def joined(by_rank: Mapping[int, Trace]) -> dict[str, Any]:
-    """Return the traces as one, in which "rank 3" is the process of rank 3, and "rank 3 GPU 0" what its GPU does."""
+    """Return the traces as one, in which "rank 3" is the process of rank 3, and "rank 3 GPU 0" is its GPU."""
     events: list[dict[str, Any]] = []
     pids: dict[tuple[int, int], int] = {}
     arrows: dict[tuple[int, Any], int] = {}
@@ -65,7 +65,7 @@ def joined(by_rank: Mapping[int, Trace]) -> dict[str, Any]:
 
 
 def _read(path: str) -> Trace:
-    """Return the trace of a file. Raise ConfigError where it is none, or none of a rank."""
+    """Return the trace of a file. Raise ConfigError if it is not a trace, or not one of a rank."""
     needs = "joining needs traces that torch.profiler wrote on ranks, after init_process_group; got"
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:

@@ -1,5 +1,6 @@
-"""`deepspeed --module ds_seqpar tune`: measure a training step of the best plans on the ranks at hand, with the real
-model, with random weights, and the real engine. Then measure the fastest with each other attention kernel."""
+"""`deepspeed --module ds_seqpar tune`: measure a training step of the best plans on the available ranks, with the real
+engine and the real model with random weights. Then measure the fastest plan with each other attention kernel.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ SLOW = ("reference", "chunked")  # kernels that are not measured
 
 
 class Measured(NamedTuple):
-    """A plan, and what its steps took on the rank that took most."""
+    """A plan, and the time of its steps on the slowest rank."""
 
     planned: Planned
     seconds: float  # of a step of one micro-batch
@@ -108,7 +109,7 @@ def _measured_rows(args: argparse.Namespace, is_first: bool) -> tuple[Inputs, Re
 
 
 def _other_kernels(request: Request, planned: Planned, device: torch.device) -> list[str]:
-    """Return the kernels that take the model's blocks and that "auto" does not choose."""
+    """Return the kernels that support the model's blocks and that "auto" does not choose."""
     heads, dtype = largest_share(*request.heads, planned.config.ulysses), getattr(torch, request.job.dtype)
     spec = BlockSpec(device.type, dtype, *heads, request.model.head_dim)
     others = {*SLOW, select("auto", spec).name}
@@ -116,7 +117,7 @@ def _other_kernels(request: Request, planned: Planned, device: torch.device) -> 
 
 
 def _measure(place: str, inputs: Inputs, request: Request, planned: Planned, steps: int) -> Measured:
-    """Train for one step to warm up and some that count. Collective."""
+    """Train for one warm-up step and some measured steps. Collective."""
     import deepspeed  # takes seconds
 
     job, world = request.job, groups.control_world(gloo_meets_hosts)

@@ -30,7 +30,8 @@ from ..core.runtime.runtime import Runtime
 
 def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
     """Compute `attention.attention` as one op. In a checkpointed function, whose second run replays results, the op is
-    inside of the autograd function."""
+    inside the autograd function.
+    """
     if call.checkpointed:
         forward = functools.partial(_forward, call.runtime)
         results = Attention.apply(call.runtime, call.settings, forward, call.sinks, *call.tensors)
@@ -59,14 +60,15 @@ def _settings(
     mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, operator: str, v_dim: int,
     lse: bool, layer: int | None = None,
 ) -> CallSettings:  # fmt: skip
-    """Return the settings that `_forward` gave as numbers."""
+    """Return the settings from the numbers that `_forward` passed."""
     what = Scores(scale, softcap), head_chunks, SavedForBackward(saves), lse, OPERATORS[operator], v_dim, layer
     return CallSettings(object_of(mask), shards_of(shards), *what)
 
 
 def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> list[int]:
-    """Return the numbers from which the op's fake computes the shapes of its results: [1 where all operands are sent
-    in one message else 0, ulysses_size, ulysses_rank, the CP rank's tokens of q, its tokens of k/v]."""
+    """Return the numbers from which the op's fake computes the shapes of its results: [1 if all operands are sent in
+    one message, otherwise 0, ulysses_size, ulysses_rank, the CP rank's tokens of q, its tokens of k/v].
+    """
     if shards is None:
         return [1, *runtime.ulysses, q.shape[1] * runtime.ulysses.size, k.shape[1] * runtime.ulysses.size]
     tokens = [tokens_of(shards, side, runtime.rank) for side in ("q", "kv")]
@@ -141,7 +143,7 @@ def attention_backward_op(
     handle: int, mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, operator: str,
     v_dim: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute `attention.backward`. `shapes` are the sizes of all tensors, one after the other."""
+    """Compute `attention.backward`. `shapes` is a flat list of the sizes of all tensors."""
     settings = _settings(mask, shards, scale, softcap, head_chunks, saves, operator, v_dim, lse=False)
     shapes_of_all = settings.operator.shapes_of(shapes)
     return eager.backward(do, sinks, common, saved, shapes_of_all, object_of(handle), settings)

@@ -1,4 +1,4 @@
-"""Read the DeepSpeed JSON: once, into an object that the engine, the Trainer and the planner ask."""
+"""Read the DeepSpeed JSON once, into an object that the engine, the Trainer and the planner query."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Offload:
 
 
 def _without_flag(given: Any) -> Any:
-    """Return a section for what DeepSpeed also reads as true or false, by an older key."""
+    """Return a section for a value that DeepSpeed also reads as true or false, under an older key."""
     return ({"device": "cpu"} if given else {}) if isinstance(given, bool) else given
 
 
@@ -125,12 +125,12 @@ class Zero:
 
     @property
     def parameters_away(self) -> bool:
-        """Whether a rank's share of parameters is in host memory or on drives. DeepSpeed does that at stage 3 only."""
+        """Whether a rank's share of parameters is in host memory or on drives. DeepSpeed does this only at stage 3."""
         return self.stage == 3 and self.offload_param.device != "none"
 
     @property
     def drives(self) -> bool:
-        """Whether any state is on drives. Stages 1 and 2 keep in host memory what "nvme" asks for."""
+        """Whether any state is on drives. Stages 1 and 2 keep states for "nvme" in host memory."""
         return self.stage == 3 and "nvme" in (self.offload_optimizer.device, self.offload_param.device)
 
 
@@ -143,8 +143,9 @@ class Half:
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN)
 class Known:
-    """The keys of a DeepSpeed JSON that ds_seqpar reads, beside its own section. None: not given, or left to a Trainer
-    ("auto")."""
+    """The keys of a DeepSpeed JSON that ds_seqpar reads, in addition to its own section. None: not given, or left to a
+    Trainer ("auto").
+    """
 
     zero_optimization: Zero = Zero()
     bf16: Half = Half()
@@ -156,21 +157,21 @@ class Known:
 
     @property
     def dtype(self) -> str:
-        """The dtype that it trains in."""
+        """The dtype of training."""
         halves = {"bfloat16": self.bf16.enabled or self.bfloat16.enabled, "float16": self.fp16.enabled}
         return next((name for name, enabled in halves.items() if enabled), "float32")
 
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedJson:
-    """A DeepSpeed JSON as it was given, and what it says. Both are read once, when they are first asked for."""
+    """A DeepSpeed JSON as given, and its parsed settings. Both are read once, at first use."""
 
     content: Mapping[str, Any]
     place: str  # what it is called in errors
 
     @classmethod
     def read(cls, config: str | os.PathLike[str] | Mapping[str, Any], source: object = None) -> DeepSpeedJson:
-        """Return that of a file or a dict.
+        """Return the DeepSpeedJson of a file or a dict.
 
         Args:
             config: The path of a file, or a dict.
@@ -185,14 +186,15 @@ class DeepSpeedJson:
 
     @functools.cached_property
     def section(self) -> Any:
-        """Our section; {} where there is none. Raises ConfigError where it is misspelt or inside another section."""
+        """Our section; {} if there is none. Raises ConfigError if it is misspelt or inside another section."""
         _check_place_of_section(self.content)
         return self.content.get(SECTION, {})
 
     @functools.cached_property
     def known(self) -> Known:
-        """What is read here. Raises ConfigError for a value of a wrong type, as a text in place of a number or of true
-        and false: DeepSpeed reads "false" as false, transformers as true."""
+        """The keys that are read here. Raises ConfigError for a value of a wrong type, such as a string instead of a
+        number or a boolean: DeepSpeed reads "false" as false, transformers as true.
+        """
         names = [field.name for field in dataclasses.fields(Known) if self.content.get(field.name, "auto") != "auto"]
         return read_as(Known, {name: without_auto(self.content[name]) for name in names}, f"{self.place}: ")
 
@@ -217,7 +219,7 @@ class DeepSpeedJson:
             )
 
     def check_auto(self) -> None:
-        """Raise ConfigError for an "auto" that only the HuggingFace Trainer replaces, and that DeepSpeed would
+        """Raise ConfigError for an "auto" that only the HuggingFace Trainer replaces and that DeepSpeed would
         ignore."""
         passed = "zero_optimization.", "bf16.keep_in_fp32", "fp16.keep_in_fp32"  # for DeepSpeed "auto" is the default
         keys = [key for key in autos(self.content) if key in (*OBJECTS, *DECISIVE) or not key.startswith(passed)]
@@ -228,8 +230,9 @@ class DeepSpeedJson:
             )
 
     def check(self) -> None:
-        """Raise ConfigError for a section that is misspelt, values of wrong types, and what DeepSpeed's own class
-        refuses, before anything is launched."""
+        """Raise ConfigError, before anything is launched, for a misspelt section, values of wrong types, and settings
+        that DeepSpeed's own class refuses.
+        """
         for key in autos(self.content):
             if key in OBJECTS:
                 raise ConfigError(
@@ -240,8 +243,9 @@ class DeepSpeedJson:
 
     @functools.cached_property
     def resolved(self) -> dict[str, Any]:
-        """The configuration as DeepSpeed reads it, with its defaults, without what may differ between ranks; "auto"
-        counts as left out. Raises ConfigError for what DeepSpeed's own class refuses."""
+        """The configuration as DeepSpeed reads it, with its defaults, without values that may differ between ranks;
+        "auto" counts as omitted. Raises ConfigError for settings that DeepSpeed's own class refuses.
+        """
         given = dict(vars(call_library("DeepSpeed", self.place, self.content, _parsed)))
         given |= {field: getattr(self.known, field) for field in BATCH_SIZES}
         kept = {KEYS.get(name, name): x for name, x in given.items() if name not in OF_A_RANK}
@@ -249,13 +253,13 @@ class DeepSpeedJson:
 
     @property
     def left_out(self) -> list[str]:
-        """The keys that DeepSpeed must not see: our section, and those that it refuses even where they enable
-        nothing."""
+        """The keys that DeepSpeed must not see: our section, and those that it refuses even if they enable nothing."""
         return [SECTION, *(key for key in REFUSED if key in self.content and _is_off(key, self.content[key]))]
 
     def for_deepspeed(self, size: int, groups: int) -> dict[str, Any]:
-        """Return the JSON that DeepSpeed is given, which counts a sequence once for each of the `size` ranks of its
-        group. Raises ConfigError as `batch_by_rank` does."""
+        """Return the JSON for DeepSpeed, which counts a sequence once for each of the `size` ranks of its group. Raises
+        ConfigError as in `batch_by_rank`.
+        """
         content = dict(self.content)
         for key in self.left_out:
             content.pop(key, None)
@@ -265,20 +269,21 @@ class DeepSpeedJson:
 
     @property
     def batch_sizes(self) -> tuple[int | None, int | None, int | None]:
-        """Batch of an optimizer step, micro-batch and accumulation steps; None: not given."""
+        """The batch of an optimizer step, the micro-batch, and the accumulation steps; None: not given."""
         batch, micro, steps = (getattr(self.known, name) for name in BATCH_SIZES)
         return batch, micro, steps
 
     @property
     def optimizer_states(self) -> int:
-        """Tensors that the optimizer keeps of each parameter; 2, as AdamW, where that is not known."""
+        """Number of tensors that the optimizer keeps per parameter; 2, as for AdamW, if unknown."""
         optimizer = without_auto(self.content.get("optimizer")) or {}
         known = OPTIMIZER_STATES.get(str(optimizer.get("type")).lower())
         return 2 if known is None else known + bool(optimizer.get("params", {}).get("momentum"))
 
     def batch_by_rank(self, size: int, groups: int) -> int:
         """Return "train_batch_size", which counts sequences, as DeepSpeed counts it, once per rank. Raises ConfigError
-        where the batch sizes do not fit `groups` groups of `size` ranks."""
+        if the batch sizes do not fit `groups` groups of `size` ranks.
+        """
         sequences, micro, steps = self.batch_sizes
         assert sequences is not None
         step = groups * (micro or 1) * (steps or 1)
@@ -292,14 +297,14 @@ class DeepSpeedJson:
 
 
 def without_auto(section: Any) -> Any:
-    """Return a section without what it leaves to a Trainer ("auto"), or to DeepSpeed (null)."""
+    """Return a section without the keys that it leaves to a Trainer ("auto") or to DeepSpeed (null)."""
     if not isinstance(section, Mapping):
         return section
     return {name: without_auto(value) for name, value in section.items() if value != "auto" and value is not None}
 
 
 def autos(content: Mapping[str, Any], outer: str = "") -> Iterator[str]:
-    """Yield the keys, with dots, of what is "auto" outside of our section."""
+    """Yield the keys, with dots, of all "auto" values outside our section."""
     for name, value in content.items():
         if isinstance(value, Mapping) and name != SECTION:
             yield from autos(value, f"{outer}{name}.")
@@ -320,14 +325,14 @@ def _check_place_of_section(content: Mapping[str, Any]) -> None:
 
 
 def _is_off(key: str, value: Any) -> bool:
-    """Return whether the value of a key in REFUSED switches nothing on."""
+    """Return whether the value of a key in REFUSED leaves the feature off."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or (key == "tensor_parallel" and value.get("autotp_size", 2) in (0, 1))
     return value == NEUTRAL.get(key)
 
 
 def _is_meant(key: object) -> bool:
-    """Whether a key that is not the section's is a misspelling of it."""
+    """Whether a key is a misspelling of the section's key."""
     if key == SECTION or key in OTHERS or not isinstance(key, str):
         return False
     plain, right = ("".join(filter(str.isalnum, name.lower())) for name in (key, SECTION))
@@ -335,15 +340,16 @@ def _is_meant(key: object) -> bool:
 
 
 def _parsed(content: dict[str, Any]) -> Any:
-    """DeepSpeed's configuration object; its class raises for what it refuses. Batch sizes depend on the number of
-    ranks: the given ones are left out, and 1 stands for them."""
+    """DeepSpeed's configuration object; its class raises for settings that it refuses. Batch sizes depend on the number
+    of ranks, so 1 replaces the given ones.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds: imported only for a user's configuration
 
     return DeepSpeedConfig({**_checked_by_deepspeed(content), "train_micro_batch_size_per_gpu": 1})
 
 
 def _as_json(value: Any) -> Any:
-    """Return what a section of DeepSpeed's configuration holds, without the folder of a host's drives."""
+    """Return the contents of a section of DeepSpeed's configuration, without the folder of a host's drives."""
     if callable(dump := getattr(value, "model_dump", None)):
         return dump(exclude={name: {"nvme_path"} for name in ("offload_param", "offload_optimizer")})
     if isinstance(value, Mapping | Sequence):
@@ -354,8 +360,9 @@ def _as_json(value: Any) -> Any:
 
 
 def _checked_by_deepspeed(content: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
-    """The configuration without "auto" and without what is checked elsewhere. outer: the key of the section that has
-    this content, with a dot after it."""
+    """The configuration without "auto" and without keys that are checked elsewhere. outer: the key of the section with
+    this content, followed by a dot.
+    """
     return {
         key: _checked_by_deepspeed(value, f"{outer}{key}.") if isinstance(value, Mapping) else value
         for key, value in content.items()
@@ -370,6 +377,6 @@ def read_config(config: str | Path | Mapping[str, Any]) -> SequenceParallelConfi
         config: The path of a JSON file, or the dict. Without a section every field is `"auto"`.
 
     Raises:
-        ConfigError: The section is misspelt, stands inside another one, or does not fit; or the file is malformed.
+        ConfigError: The section is misspelt, is inside another one, or does not fit; or the file is malformed.
     """
     return SequenceParallelConfig.from_dict(DeepSpeedJson.read(config).section)

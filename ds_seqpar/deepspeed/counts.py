@@ -10,8 +10,9 @@ from .hooks import COUNTS, hooks_of
 
 
 def count_by_rank(content: dict[str, Any], sp: Any) -> None:
-    """Let `train_batch_size` count ranks, where accelerate's DeepSpeed configuration has numbers for all three batch
-    sizes. It may do so already. Raises ConfigError where it fits neither way."""
+    """Let `train_batch_size` count ranks, if accelerate's DeepSpeed configuration has numbers for all three batch
+    sizes. It may already do so. Raises ConfigError if it fits neither way.
+    """
     json = DeepSpeedJson.read(content)
     batch, micro, steps = json.batch_sizes
     if batch and micro and steps and batch != micro * steps * sp.data_size * sp.size:
@@ -20,8 +21,8 @@ def count_by_rank(content: dict[str, Any], sp: Any) -> None:
 
 def count_sequences(engine: Any, sp: Any) -> None:
     """Let an engine's figures count sequences: `train_batch_size()` and its setters, `global_samples`, which is the x
-    axis of its monitors, and samples a second. A second call does nothing. What scales gradients is computed from other
-    numbers.
+    axis of its monitors, and samples per second. A second call does nothing. The scale of gradients is computed from
+    other numbers.
     """
 
     def count() -> None:

@@ -21,11 +21,11 @@ class Hooks:
         self.wrapped: set[str] = set()
 
     def install(self, part: str, **callbacks: Callable[..., Any]) -> bool:
-        """Run a part around methods, and inside of the parts that come before it in `ORDER`.
+        """Run a part around methods, and inside the parts that come before it in `ORDER`.
 
         Args:
             part: Its name in `ORDER`.
-            **callbacks: Method -> a function of what the part is around and of the method's arguments.
+            **callbacks: Method -> a function of the wrapped function and the method's arguments.
 
         Returns:
             Whether the part is new here; a second install does nothing.

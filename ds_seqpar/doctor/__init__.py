@@ -1,5 +1,6 @@
-"""Examine a job before it trains: measure ranks, links and kernels, and compare each with what it must do. The outcome
-is a table, JSON, or the error that ends the job."""
+"""Examine a job before it trains: measure ranks, links and kernels, and compare each with its expected behavior. The
+outcome is a table, JSON, or the error that ends the job.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +42,10 @@ def require_sound(sp: SequenceParallel, model: Any, content: Mapping[str, Any], 
     """Run the quick part before training; rank 0 prints its table. Collective over the world.
 
     Args:
-        sp: What is to train.
+        sp: The SequenceParallel that is to train.
         model: The model.
         content: The DeepSpeed configuration.
-        loader: The data loader, where there is one.
+        loader: The data loader, if there is one.
 
     Raises:
         ConfigError: A check failed; on all ranks.
@@ -63,7 +64,7 @@ def require_sound(sp: SequenceParallel, model: Any, content: Mapping[str, Any], 
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Return a line for each check, and one with what to do below each that failed."""
+    """Return a line for each check, followed by advice if the check failed."""
     widest, lines = max(len(finding.check) for finding in findings), list[str]()
     for x in findings:
         lines.append(f"{WORDS[x.status][0]:<5} {x.check:<{widest}} {x.seconds:6.1f} s  {x.detail}".rstrip())

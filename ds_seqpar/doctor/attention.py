@@ -1,7 +1,8 @@
-"""Compare attention with its definition: of each kernel that would be taken, and of a call by the configured schedule.
+"""Compare attention with its definition, for each kernel that would be used and for a call with the configured
+schedule.
 
-In fp64 the definition says what must be computed, in another dtype how far off a plain computation is. If a call is
-wrong, it is compared with likely mistakes: a part of the mask dropped, another head, a missing product of blocks.
+In fp64 the definition gives the correct result; in another dtype it shows the error of a plain computation. If a call
+is wrong, it is compared with likely mistakes: a part of the mask dropped, another head, a missing product of blocks.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def kernels(job: Job) -> list[Finding]:
 
 
 def _product(kernel: Kernel, tensors: list[Tensor], cut: tuple[Tile, ...], scale: float) -> list[Tensor]:
-    """Return out, dq, dk and dv of launches, added as a walk adds them."""
+    """Return out, dq, dk and dv of launches, added as in a walk."""
     (q, k, v, do), wide, zeros = tensors, sum_dtype(tensors[0].dtype), torch.zeros_like
     total = Softmax(lambda: (zeros(q, dtype=wide), zeros(q[..., 0], dtype=wide)))
     dq, dkv = Sum(lambda: (zeros(q, dtype=wide),)), Sum(lambda: (zeros(k, dtype=wide), zeros(v, dtype=wide)))
@@ -79,7 +80,7 @@ def _product(kernel: Kernel, tensors: list[Tensor], cut: tuple[Tile, ...], scale
 
 
 def sums(job: Job) -> list[Finding]:
-    """Check that results of many blocks are added in fp32, by adding to 1 numbers that a short dtype would lose."""
+    """Check that results of many blocks are added in fp32, by adding numbers to 1 that a short dtype would lose."""
     step, wrong = torch.finfo(job.dtype if job.dtype.itemsize == 2 else torch.bfloat16).eps, ""
     block = torch.zeros(1, 8, 1, 8, dtype=sum_dtype(job.dtype), device=job.sp.device)
     weighted = Softmax, "out", 1 + step, 1 + step * (1 - 1 / BLOCKS)
@@ -95,7 +96,7 @@ def sums(job: Job) -> list[Finding]:
 
 
 class _Case(NamedTuple):
-    """A mask as the product takes it, and by its definition."""
+    """A mask in the form that a product takes, and by its definition."""
 
     name: str
     mask: Mask
@@ -162,7 +163,7 @@ def _cases(job: Job) -> list[_Case]:
 
 
 def masks(tokens: int, window: int | None) -> dict[str, Mask]:
-    """Return the masks that models have, by name. window: that of the model, if it has one."""
+    """Return the masks that models use, by name. window: the model's, if it has one."""
     documents = (0, tokens // 3, tokens // 3 + 1, tokens // 2 + 3)
     cut = Mask(window=min(window or tokens, tokens // 3))
     return {"full": FULL, "causal": CAUSAL, "window": cut, "documents": Mask(documents=documents)}
@@ -194,7 +195,7 @@ def define(
         tensors: q, k, v and do (1, tokens, heads, head_dim).
         seen: Which keys a query sees, bool (queries, keys).
         computed: Which products of a query and a key are added up, under the right log-sum-exp; default: `seen`.
-        dtype: In which it is computed.
+        dtype: The dtype of the computation.
     """
     found, scale, group = list[list[Tensor]](), job.head_dim**-0.5, tensors[0].shape[2] // tensors[1].shape[2]
     for head in range(tensors[1].shape[2]):  # one after the other, for the memory of their scores
@@ -219,16 +220,15 @@ def define(
 def errors(
     found: list[Tensor], exact: list[Tensor], plain: list[Tensor], dtype: torch.dtype, held: Tensor | None = None
 ) -> list[tuple[float, str]]:
-    """Return for each of NAMES the error as a share of the one that is allowed, and in words.
-
-    Allowed is twice the error of a plain computation, and some roundings. The greatest error counts, and the root mean
-    square, which sees errors that are small and everywhere.
+    """Return the error for each of NAMES, as a share of the allowed error and in words. The allowed error is twice that
+    of a plain computation, plus some roundings. Both the greatest error and the root mean square count; the latter
+    shows small errors that are everywhere.
 
     Args:
-        found: What was computed, for the tokens that this rank holds.
+        found: The computed result, for the tokens that this rank holds.
         exact: The result of `define`.
         plain: The result of `define`, in the tensors' dtype.
-        dtype: In which tensors are rounded.
+        dtype: The dtype to which tensors are rounded.
         held: Which tokens these are; default: all.
     """
     group, result = exact[0].shape[1] / exact[2].shape[1], []  # whose gradients some kernels add up in that dtype
@@ -253,13 +253,13 @@ def errors(
 def _cause(
     job: Job, case: _Case, tensors: list[Tensor], at: int, found: Tensor, exact: list[Tensor], held: Tensor
 ) -> str:
-    """Return what explains a wrong result: the first guess that comes near it, in a head and a block; "" if none does.
+    """Return an explanation of a wrong result: the first guess close to it, in a head and a block; "" if none is.
 
     Args:
         job: What is examined.
         case: The mask.
         tensors: q, k, v and do.
-        at: Of which of NAMES the result is.
+        at: The index in NAMES of the result.
         found: The result, for the tokens that this rank holds.
         exact: The result of `define`.
         held: Which tokens these are.
@@ -298,7 +298,7 @@ def _cause(
 
 
 def _product_of(job: Job, at: int, q: int, kv: int, times: float) -> str:
-    """Return in words that a product of blocks counts so many times, and which rank computes it in which step."""
+    """Describe how many times a product of blocks counts, and which rank computes it in which step."""
     runtime, direction = job.sp.runtime, "backward" if at else "forward"
     text = f"the product q({q})*kv({kv}) {'is left out' if abs(times) < 0.05 else f'counts {times:.3g} times'}"
     program = runtime.last_bound[direction][1][0]

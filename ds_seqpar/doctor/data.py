@@ -22,7 +22,7 @@ DIVISOR = "num_items_in_batch"
 
 
 def batches(job: Job) -> list[Finding]:
-    """Shard a plain, a padded and a packed batch, gather it again, and compare it with the whole one."""
+    """Shard a plain, a padded and a packed batch, gather each again, and compare it with the whole batch."""
     tokens, wrong = max(23, 2 * job.sp.multiple + 5), ""
     dice, size = torch.Generator().manual_seed(1), min(job.sp.sharding.vocabulary or (64,))
     ids = torch.randint(size, (ROWS, tokens), generator=dice, device="cpu")
@@ -41,7 +41,7 @@ def batches(job: Job) -> list[Finding]:
 
 
 def _wrong(job: Job, whole: Mapping[str, Tensor], shard: Mapping[str, Any]) -> str:
-    """Return how a shard differs from its whole batch, "" where it does not. Collective over the sequence's ranks."""
+    """Return how a shard differs from its whole batch; "" if it does not. Collective over the sequence's ranks."""
     sp, ids = job.sp, whole["input_ids"]
     positions = whole.get("position_ids", torch.arange(ids.shape[1], device="cpu").expand_as(ids))
     mask = whole.get("attention_mask", torch.ones_like(ids)).bool()
@@ -72,7 +72,7 @@ def _wrong(job: Job, whole: Mapping[str, Tensor], shard: Mapping[str, Any]) -> s
 
 
 def loaders(job: Job) -> Generator[Any, list[Any], list[Finding]]:
-    """Check that ranks of one group are given the same sequences, and different groups different ones."""
+    """Check that ranks of a group receive the same sequences, and different groups receive different ones."""
     sp, numbers, findings = job.sp, [*range(2 * BATCHES * job.sp.data_size)], []
     dealt = sp.loader(DataLoader(numbers, batch_size=1))  # type: ignore[arg-type]
     given = {"sp.sampler": [*sp.sampler(numbers)], "sp.loader": [int(x) for batch in dealt for x in batch]}

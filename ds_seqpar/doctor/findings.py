@@ -1,4 +1,4 @@
-"""Run checks on every rank, and join what the ranks found."""
+"""Run checks on every rank, and combine the findings of all ranks."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Job:
 
     Attributes:
         sp: The SequenceParallel that is to train.
-        model: The model; None: attention alone is examined.
+        model: The model; None: only attention is examined.
         heads: The model's (query heads, key/value heads).
         head_dim: Of the model's attention.
-        dtype: In which the model computes.
+        dtype: The model's dtype.
         window: The keys that a query of the model's windowed layers sees; None: it has none.
         softcap: The bound of the model's scores; None: it has none.
-        quick: Whether to look only at what takes few seconds.
+        quick: Whether to run only checks that take a few seconds.
         content: The DeepSpeed configuration, {} without one.
-        loader: The data loader of the job, where there is one.
+        loader: The data loader of the job, if there is one.
     """
 
     sp: SequenceParallel
@@ -57,11 +57,11 @@ class Finding:
     """The outcome of one check.
 
     Attributes:
-        check: What was looked at, a few words.
-        status: Whether it is as it must be.
-        detail: Figures of what passed; what is wrong; why it was not tried.
-        advice: What to do, where it is wrong.
-        seconds: How long the function took that looked; 0 for all but the first of its findings.
+        check: The name of the check, in a few words.
+        status: Whether it passed.
+        detail: Figures if it passed, what is wrong, or why it was skipped.
+        advice: What to do, if something is wrong.
+        seconds: Duration of the function that ran the check; 0 for all but the first of its findings.
     """
 
     check: str
@@ -72,7 +72,7 @@ class Finding:
 
     @classmethod
     def of(cls, check: str, wrong: str, advice: str, passed: str) -> Finding:
-        """Return a failure with its advice, or where nothing is wrong a pass with its figures."""
+        """Return a failure with its advice or, if nothing is wrong, a pass with its figures."""
         return cls(check=check, status="fail" if wrong else "pass", detail=wrong or passed, advice=advice * bool(wrong))
 
 
@@ -83,11 +83,11 @@ Check = Callable[[Job], Sequence[Finding] | Generator[Any, list[Any], Sequence[F
 
 
 def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[str], object]) -> list[Finding]:
-    """Run checks, and return what all ranks found, the same on each of them. Collective over the world.
+    """Run checks, and return the findings of all ranks, the same on each rank. Collective over the world.
 
     Args:
         job: What is examined.
-        checks: Each with a name for what it raises.
+        checks: Each with a name for its errors.
         progress: Called with the name of the check that begins.
     """
     found, sp, random = list[Finding](), job.sp, random_state()

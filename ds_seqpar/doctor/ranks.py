@@ -45,7 +45,7 @@ Gathering = Generator[Any, list[Any], list[Finding]]  # see `findings.Check`
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter, by name; those that are installed."""
+    """Return the versions of Python and of the relevant installed packages, by name."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -79,7 +79,7 @@ def alike(check: str, by_rank: Any, advice: str, passed: str) -> Finding:
 
 
 def agreement(job: Job) -> Gathering:
-    """Compare what the ranks have resolved, and whether tokens are shared without a gap."""
+    """Compare the ranks' resolved settings, and check that tokens are shared without gaps."""
     sp, runtime, tokens = job.sp, job.sp.runtime, 4 * job.sp.multiple
     config, shards = runtime.config, runtime.shards(tokens // runtime.size)
     held = [runs_of_sp_rank(shards, "q", runtime.ulysses.size, rank) for rank in range(sp.size)]
@@ -103,7 +103,7 @@ def agreement(job: Job) -> Gathering:
 
 
 def links(job: Job) -> Gathering:
-    """Compare what is received with what was sent, and links with one another."""
+    """Compare received with sent data, and links with one another."""
     if job.sp.size == 1:
         return [Finding(check="links", status="not tried", detail="one rank sends nothing")]
     members, peers = dist.get_process_group_ranks(job.sp.groups.sp), _peers(job)
@@ -153,10 +153,10 @@ def _peers(job: Job) -> set[int]:
 
 
 def slow_ones(by_rank: list[tuple[dict[Link, float], str]], floor: float) -> tuple[dict[Link, float], list[str]]:
-    """Return the seconds of all links, and which are slow among those inside hosts, or among those between hosts.
+    """Return the seconds of all links, and which links are slow compared with others inside hosts or between hosts.
 
     Args:
-        by_rank: Of each rank the seconds of its links, and its host.
+        by_rank: The seconds of each rank's links, and its host.
         floor: Seconds below which no link is slow.
     """
     links, slow = dict[Link, float](), []

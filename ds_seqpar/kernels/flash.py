@@ -1,9 +1,9 @@
-"""Fast kernels: PyTorch's flash attention for CPUs, and for CUDA PyTorch's three kernels and that of flash-attn.
+"""Fast kernels: PyTorch's flash attention for CPUs, and for CUDA PyTorch's three kernels and flash-attn's.
 
 The kernel for CPUs takes fp64, fp32, bf16 and fp16, takes GQA without repeating heads, and aligns a causal mask to the
 upper left corner. It computes a band as a mask over a block of few rows, and computes the masked pairs too.
 
-The kernels for CUDA are subclasses around operators that differ in arguments. Their causal blocks are square, since
+The kernels for CUDA are subclasses that wrap operators with different arguments. Their causal blocks are square, since
 most operators align the mask to the lower right corner. None has been measured on a GPU yet. `tests/cuda_models.py` has
 a model of each operator, and with the models the kernels are exact.
 """
@@ -65,7 +65,9 @@ class CpuFlash:
 
 
 def _band(q: Tensor, k: Tensor, width: int) -> Tensor | None:
-    """Return the mask to add to a block's scores: 0 where a row sees a column, else -inf. None for width 0, no band."""
+    """Return the mask to add to a block's scores: 0 where a row sees a column, -inf elsewhere. None for width 0, i.e.
+    no band.
+    """
     if not width:
         return None
     above = torch.full((q.shape[1], k.shape[1]), float("-inf"), dtype=q.dtype).triu_(width)
@@ -83,7 +85,7 @@ _LENGTHS = DeviceCache()  # what `_first_of_each` returns: layers and directions
 
 @dataclasses.dataclass(frozen=True)
 class OperatorCall:
-    """The arguments of a call of an operator, beside its tensors."""
+    """The arguments of a call of an operator, other than its tensors."""
 
     scale: float  # of the softmax
     left: int  # the window's limits, -1 for none
@@ -117,7 +119,7 @@ class OperatorCall:
         return self.first_rows, self.first_columns, self.rows, self.columns
 
     def join(self, x: Tensor) -> Tensor:
-        """Reshape (B, n, ...) to (B * n, ...) where there are several blocks."""
+        """Reshape (B, n, ...) to (B * n, ...) if there are several blocks."""
         return x if self.first_rows is None else x.flatten(0, 1)
 
     def split(self, x: Tensor) -> Tensor:
@@ -135,8 +137,8 @@ class CudaKernel:
     """The base class of kernels that call an operator for CUDA.
 
     Attributes:
-        multiples: For each dtype, the number of which head_dim must be a multiple. Heads are padded with zeros, which
-            change nothing.
+        multiples: The number that must divide head_dim, for each dtype. Heads are padded with zeros, which change
+            nothing.
     """
 
     name: str
@@ -235,10 +237,9 @@ class CudaFlash(CudaKernel):
 
 
 class CudaEfficient(CudaKernel):
-    """PyTorch's memory-efficient attention, for fp32, large heads and GPUs before Ampere. The operator takes as many
-    key/value heads as query heads, and a window with a causal edge.
-
-    Its forward aligns a window to the lower right corner, its backward to the upper left one.
+    """PyTorch's memory-efficient attention, for fp32, large heads and GPUs before Ampere. The operator takes the same
+    number of key/value heads and query heads, and a window with a causal edge. Its forward aligns a window to the lower
+    right corner, its backward to the upper left corner.
     """
 
     name = "cuda_efficient"
@@ -254,8 +255,8 @@ class CudaEfficient(CudaKernel):
     def check_keys(self, heads: int, head_dim: int, keys: int) -> None:
         """Raise KernelError for more keys than a launch may have.
 
-        Forward counts the numbers before a key in 32 bits, and backward blocks of 64 keys in 16 bits: beyond either
-        they would read other keys, or leave gradients out, without an error.
+        Forward counts the elements before a key in 32 bits, and backward counts blocks of 64 keys in 16 bits: beyond
+        these limits they would silently read other keys or omit gradients.
         """
         most = min(1 + MAX_INT // (heads * head_dim), 64 * MAX_SHORT)
         if keys > most:
@@ -291,7 +292,7 @@ class CudaEfficient(CudaKernel):
         return dq, *(x.unflatten(2, (heads, -1)).sum(3) for x in (dk, dv))
 
     def in_reach(self, x: Tensor) -> Tensor:
-        """Return k or v, copied where rows are so far apart that 32 bits would not reach the last (`check_keys`)."""
+        """Return k or v, copied if rows are so far apart that 32 bits would not reach the last one (`check_keys`)."""
         self.check_keys(x.shape[2], x.shape[3], x.shape[1])
         return x.contiguous() if (x.shape[1] - 1) * x.stride(1) > MAX_INT else x
 
@@ -305,8 +306,8 @@ class CudaEfficient(CudaKernel):
 
 
 class Cudnn(CudaKernel):
-    """cuDNN's attention, which is used if it is named, or if no kernel before it can take the blocks. It takes full and
-    causal blocks of at least two rows and two keys.
+    """cuDNN's attention, which is used if requested by name, or if no earlier kernel can take the blocks. It takes full
+    and causal blocks of at least two rows and two keys.
 
     Attributes:
         lse_is_4d: Whether the operator's lse has a fourth dimension. Forward sets it, for backward.
@@ -418,7 +419,8 @@ class FlashAttn(CudaKernel):
 
 class FlashAttn3(FlashAttn):
     """FlashAttention 3, for compute capability 9.x: the package of flash-attention's folder hopper. v may have another
-    width than q and k, of 97 to 128 beside 129 to 192, or any beside at most 64."""
+    width than q and k: 97 to 128 with 129 to 192, or any width with at most 64.
+    """
 
     name = "flash_attn_3"
     support = CudaKernel.support._replace(workspace=name)
@@ -460,8 +462,9 @@ class FlashAttn3(FlashAttn):
 
 @functools.cache
 def import_reason(module: str, distribution: str, oldest: str) -> str | None:
-    """Return why a package cannot be used, or None where it can. It is imported once: one that was built for another
-    torch is there, and does not import."""
+    """Return why a package cannot be used, or None if it can. It is imported once: a package built for another torch is
+    installed, but cannot be imported.
+    """
     try:
         version = Version(importlib.metadata.version(distribution))
     except importlib.metadata.PackageNotFoundError:  # also for a folder of that name that is no package
@@ -477,7 +480,7 @@ def import_reason(module: str, distribution: str, oldest: str) -> str | None:
 
 
 def _random_state(q: Tensor) -> Tensor:
-    """Return a random state for operators, which read it only where dropout > 0."""
+    """Return a random state for operators, which read it only if dropout > 0."""
     return torch.empty(0, dtype=torch.int64, device=q.device)
 
 

@@ -13,7 +13,7 @@ from ..core.runtime.kernels import accumulate
 
 
 def ops(x: Tensor) -> Any:
-    """Return the namespace of the ops where they take x, else None. They compute in fp32, on CUDA's devices."""
+    """Return the namespace of the ops if they take x, otherwise None. They compute in fp32, on CUDA devices."""
     if not x.is_cuda or x.dtype == torch.float64:
         return None
     if why := missing():
@@ -24,10 +24,10 @@ def ops(x: Tensor) -> Any:
 
 @functools.cache
 def missing() -> str:
-    """Return why this process has no Triton kernels, "" where it has them.
+    """Return why this process has no Triton kernels, "" if it has them.
 
     Triton compiles a part of itself for Python before it launches anything, with the machine's C compiler. There may be
-    none.
+    no compiler.
     """
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         return "they need a GPU of compute capability 8.0 (Ampere) or later"

@@ -1,9 +1,9 @@
 """Triton kernels for GPUs: the merge of the online softmax, delta, and the output that stands for delta, each in one
 launch.
 
-Each computes in fp32 what the function of its name does (`accumulate.merge_`, `dense.rowsum`, `dense.out_with_rowsum`),
-and needs no memory of its own. They are ops, so that fake tensors, which no kernel can read, have their results too.
-Tensors may have any strides: (B, n, H, D), or (B, groups, n, H, D) for the groups of a launch.
+Each computes the function of its name in fp32 (`accumulate.merge_`, `dense.rowsum`, `dense.out_with_rowsum`), and needs
+no memory of its own. They are ops, so that they also work on fake tensors, which a kernel cannot read. Tensors may have
+any strides: (B, n, H, D), or (B, groups, n, H, D) for the groups of a launch.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def launch(
 
     Args:
         kernel: The kernel.
-        shape: That of the rows, with their width.
-        tensors: All that the kernel takes.
+        shape: The shape of the rows, with their width.
+        tensors: All tensors that the kernel takes.
         strided: Those whose strides it takes: of rows with their width, or of one number a row. Others are contiguous.
     """
     *sizes, width = [1] * (5 - len(shape)) + list(shape)

@@ -1,7 +1,7 @@
-"""Tiles joined to launches of a kernel that has windows, and segments, itself.
+"""Tiles joined to launches of a kernel that supports windows and segments.
 
-Neighboring rows are joined to regions. In a region both ends of a row's visible columns stay, or move on by one column
-per row, as a window's edges do. Consecutive regions of one window are one launch.
+Neighboring rows are joined to regions. In a region both ends of a row's visible columns stay or move by one column per
+row, like a window's edges. Consecutive regions of one window are one launch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OPEN_LAUNCHES = 8  # the number of last launches that a region may still join
 
 
 class _Region(NamedTuple):
-    """Rows [q0, q1), of which the first sees columns [a0, b0) and the last [a1, b1).
+    """Rows [q0, q1); the first sees columns [a0, b0) and the last sees [a1, b1).
 
     From row to row the left end first stays, then moves on by one per row to a1. The right end moves on by one per row
     up to b1, and then stays.
@@ -63,8 +63,8 @@ class _Region(NamedTuple):
     def allowed(self, windows: int) -> bool:
         """Return whether a kernel supports the region's window. For `windows` see `KernelSupport`.
 
-        PyTorch and flash-attn treat a distance of all columns as no limit; with a left limit, they treat no right limit
-        as one of all columns.
+        PyTorch and flash-attn treat a distance of all columns as no limit; with a left limit, they treat a missing
+        right limit as a distance of all columns.
         """
         if windows == 1:
             return self.right <= 0 and (self.left < 0 or self.right == 0)
@@ -85,7 +85,7 @@ def joined(tiles: Sequence[Tile], windows: int, segments: bool) -> Iterator[Tile
 def _upper(region: _Region) -> Iterator[Tile]:
     """Yield the tiles of a region whose left edge moves while its right one stays.
 
-    They are for a kernel that needs a causal edge: in reverse order of rows and columns the left edge is one.
+    They are for a kernel that needs a causal edge: in reverse order of rows and columns, the left edge is causal.
     """
     q0, q1, a0, _, _, b1 = region
     yield Tile(q0, q1, a0, a0 + region.rows, "upper")
@@ -174,7 +174,9 @@ class _Launch:
         return True
 
     def tile(self) -> Tile:
-        """Return the launch as a tile: a batch if all regions are alike, else segments with the gaps between them."""
+        """Return the launch as a tile: a batch if all regions are the same, otherwise segments with the gaps between
+        them.
+        """
         first, last = self.regions[0], self.regions[-1]
         pairs = [*itertools.pairwise(self.regions)]
         steps = {(after.q0 - before.q0, after.a0 - before.a0) for before, after in pairs}

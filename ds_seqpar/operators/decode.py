@@ -1,4 +1,4 @@
-"""Attention to keys and values that were kept: a cache of which each rank of the sequence holds a part."""
+"""Attention to kept keys and values: a cache that is divided among the ranks of the sequence."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def attend(
 
 
 def check_kept(options: AttentionOptions) -> None:
-    """Raise InputError for options that attention to kept keys does not take."""
+    """Raise InputError for options that attention to kept keys does not support."""
     check_no_gradients(options.backward)
     if not isinstance(options.shards, UnevenShards):
         got = type(options.shards).__name__
@@ -58,7 +58,7 @@ def check_kept(options: AttentionOptions) -> None:
 
 
 def check_no_gradients(backward: bool) -> None:
-    """Raise InputError where kept keys are attended to with gradients."""
+    """Raise InputError if attention to kept keys requires gradients."""
     if backward:
         raise InputError(
             "attention to kept keys has no backward; got tensors that require gradients, call it under torch.no_grad()"
@@ -66,7 +66,7 @@ def check_no_gradients(backward: bool) -> None:
 
 
 class Kept(Operator):
-    """Attention to keys that were kept, which has no backward."""
+    """Attention to kept keys, which has no backward."""
 
     name = "attention to kept keys"
 
@@ -153,7 +153,7 @@ def _merged(parts: Tensor) -> Tensor:
 
 @functools.cache
 def _program(rank: int, size: int) -> op.Program:
-    """Return what a device is given in a step, as the watchdog reads it."""
+    """Return the work queued on a device in a step, for the watchdog."""
     gather = Gather(ranks=tuple(range(size)), kind="out", keys=tuple((block,) for block in range(size)))
     return op.Program(
         name="decode", direction="forward", rank=rank, size=size, words=(), slots=(), frees=(),

@@ -1,6 +1,6 @@
 """Tensors of all tokens of a sequence, gathered from its ranks in order of position, with gradients.
 
-The callers' ranks have agreed on the inputs already, as a patched model's do.
+The callers' ranks have already agreed on the inputs, as in a patched model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def segments(runtime: Runtime, tokens: int, shards: Shards | None, documents: tu
 
 @functools.lru_cache(maxsize=64)
 def pieces_of(segments: Segments, rows: int) -> tuple[tuple[Piece, ...], ...]:
-    """Return the pieces of each SP rank in order, of so many tokens at most."""
+    """Return the pieces of each SP rank in order, each with at most this number of tokens."""
     return tuple(tuple(_pieces(segments, numbers, rows)) for numbers in segments.numbers)
 
 
@@ -72,7 +72,8 @@ def _pieces(segments: Segments, numbers: Sequence[int], rows: int) -> list[Piece
 class Gathered(torch.autograd.Function):
     """x (B, local tokens, W) of each rank -> (B, tokens, W) of all, in order of position, on every rank.
 
-    Collective over the ranks of the sequence, in backward too, which brings each rank the sum of its tokens' gradients.
+    Collective over the ranks of the sequence, in backward too, where each rank receives the sum of its tokens'
+    gradients.
     """
 
     @staticmethod
@@ -140,13 +141,14 @@ def _counts(segments: Segments) -> list[int]:
 
 
 def gather(peers: Runtime, xs: Sequence[Tensor], segments: Segments) -> list[Tensor]:
-    """Return tensors of all tokens (B, tokens, ...), of those that each rank has of its own (B, local tokens, ...).
+    """Return tensors of all tokens (B, tokens, ...), from each rank's own (B, local tokens, ...).
 
-    Tensors of one dtype go in one message, those with gradients apart from others.
+    Tensors of the same dtype go in one message; tensors with gradients go separately.
 
     Args:
         peers: This rank among all that share the sequence (`Runtime.one_ring`).
-        xs: As many on all ranks, which agree in dtypes, in all sizes but the tokens, and in which have gradients.
+        xs: The same number on all ranks. Ranks agree in dtypes, in all sizes but the tokens, and in which tensors have
+            gradients.
         segments: Of all ranks.
     """
     found: dict[int, Tensor] = {}

@@ -1,8 +1,8 @@
-"""Latent attention (MLA): what is sent of a token is its latent, which becomes keys and values where a product is.
+"""Latent attention (MLA): ranks send a token's latent, which is expanded to keys and values for each product.
 
-A latent has R numbers a token, for all heads; DeepSeek-V3's 576 stand for 40,960 of k and v. A matrix (H, R, D + Dv)
-expands it. Forward and backward expand a block in each product with it, and the gradients of its keys and values
-become that of the latent there, which is sent with it. The matrix's own gradient stays on the rank.
+A latent has R numbers per token, for all heads; DeepSeek-V3's 576 represent 40,960 numbers of k and v. A matrix (H, R,
+D + Dv) expands it. Forward and backward expand a block in each product with it. In backward, the gradients of its keys
+and values become the gradient of the latent, which is sent with it. The matrix's own gradient stays on the rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..core.settings import SequenceParallelConfig
 
 
 def expanded(latent: Tensor, matrix: Tensor, k_dim: int) -> list[Tensor]:
-    """Return k (B, n, H, D) and v (B, n, H, Dv) of a latent (B, n, R) by a matrix (H, R, D + Dv)."""
+    """Return k (B, n, H, D) and v (B, n, H, Dv) of a latent (B, n, R), expanded by a matrix (H, R, D + Dv)."""
     kv = torch.einsum("bnr,hre->bnhe", latent, matrix)
     return [*kv.split([k_dim, kv.shape[-1] - k_dim], dim=-1)]
 
@@ -106,7 +106,7 @@ class LatentBackward(Backward):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LatentShape(Shape):
-    """The shape of latent attention, where `latent` numbers with one head stand for k and v."""
+    """The shape of latent attention, in which `latent` numbers with one head represent k and v."""
 
     latent: int
 
@@ -119,8 +119,9 @@ class LatentShape(Shape):
         return self.q_heads
 
     def product_bytes(self, direction: str, keys: int) -> int:
-        """Return the bytes of so many keys and values with the matrix that expands them, and in backward of
-        the gradients of both."""
+        """Return the bytes of this number of keys and values and of the matrix that expands them; in backward, also of
+        the gradients of both.
+        """
         expanded, matrix = 2 * self.batch * keys * self.head_dim, 2 * self.latent * self.head_dim
         width = expanded * (1 if direction == "forward" else 2) + matrix
         gradient = 0 if direction == "forward" else 2 * matrix * ITEMSIZE[self.accum_dtype]
@@ -160,16 +161,15 @@ LATENT = register(Latent())
 
 
 def is_sent(config: SequenceParallelConfig, tokens: int, heads: int, width: int, dims: int) -> bool:
-    """Return whether latent attention sends latents, of a resolved config. Where not, it sends keys and values.
-
-    To expand a key costs as much as `width` query rows of attention to it. CP ranks expand it in each hop, but
-    Ulysses ranks once, each for its own heads.
+    """Return whether latent attention sends latents, of a resolved config. If not, it sends keys and values. Expanding
+    a key costs as much as `width` query rows of attention to it. CP ranks expand it in each hop, but Ulysses ranks only
+    once, each for its own heads.
 
     Args:
         config: The settings.
-        tokens: Tokens of the whole sequence.
-        heads: Query heads.
-        width: Numbers of a token's latent.
+        tokens: Number of tokens of the whole sequence.
+        heads: Number of query heads.
+        width: Width of a token's latent.
         dims: head_dim + v_dim.
     """
     if config.size == 1 or config.latent_attention != "auto":
@@ -179,7 +179,9 @@ def is_sent(config: SequenceParallelConfig, tokens: int, heads: int, width: int,
 
 
 def sends_latent(config: SequenceParallelConfig, tensors: Sequence[Tensor], shards: UnevenShards | None) -> bool:
-    """Return whether a call of latent attention sends its latent. True also for what latent attention will refuse."""
+    """Return whether a call of latent attention sends its latent. Also True for calls that latent attention will
+    refuse.
+    """
     try:
         LATENT.check(tensors, shards is not None)
     except SeqParError:

@@ -1,4 +1,4 @@
-"""Products that keep all digits of their dtype, whichever of torch's switches has asked for fewer."""
+"""Products that keep the full precision of their dtype, regardless of torch's switches for lower precision."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ INHERITED, EXACT = "none", "ieee"
 
 @contextlib.contextmanager
 def all_digits(device_type: str) -> Iterator[None]:
-    """Context manager in which products keep all digits of their operands' dtype, and autocast changes none.
+    """Context manager in which products keep the full precision of their operands' dtype, and autocast is off.
 
-    The older `torch.get_float32_matmul_precision` raises once anybody has set one of the newer switches, as
-    `TrainingArguments(tf32=True)` does; the newer ones can be read and set whichever has been used.
+    The older `torch.get_float32_matmul_precision` raises after one of the newer switches was set, for example by
+    `TrainingArguments(tf32=True)`; the newer switches can be read and set in either case.
     """
     before = [_own_value(product) for product in PRODUCTS]
     for product in PRODUCTS:
@@ -32,8 +32,9 @@ def all_digits(device_type: str) -> Iterator[None]:
 
 
 def _own_value(product: Any) -> str:
-    """Return what is set for a product itself. Where it has the value of `torch.backends.fp32_precision`, it follows
-    that one later too."""
+    """Return the value set for products themselves. If it equals `torch.backends.fp32_precision`, it continues to
+    follow that.
+    """
     value = product.fp32_precision
     product.fp32_precision = INHERITED
     return INHERITED if product.fp32_precision == value else value

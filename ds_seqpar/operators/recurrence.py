@@ -1,14 +1,14 @@
 """Layers whose tokens depend on a state before them: gated delta rules, Mamba-2, lightning attention, convolutions.
 
 A rank runs the layer's own function on each segment of its tokens, from a state of zero. The function is linear in the
-state before it, so the rank then adds what the true one brings. A run of tokens maps the state S before it to M S + S'
-behind it. Ranks exchange these maps (`states`), and each folds those of the runs before its own. Segments are
-the rows of a batch, padded on the left with zeros, in which the layers' functions keep a state of zero. So functions
-need to know nothing of documents, and nothing of the runs that a rank's tokens consist of.
+initial state, so the rank then adds the contribution of the true state. A run of tokens maps the state S before it to
+the state M S + S' after it. Ranks exchange these maps (`states`), and each folds the maps of the runs before its own.
+Segments are the rows of a batch, padded on the left with zeros, for which the layers' functions keep a state of zero.
+So functions need not know about documents or about the runs of a rank's tokens.
 
-Ranks exchange heads first where that is set: then a Ulysses rank works on some heads of all tokens of its CP rank.
+Ranks exchange heads first if configured: a Ulysses rank then works on some heads of all tokens of its CP rank.
 
-The callers' ranks have agreed on the inputs already, as a patched model's do.
+The callers' ranks have already agreed on the inputs, as in a patched model.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ PIECE = 2**24  # elements of outputs to which states are added at once, in fp32
 
 
 class Rows(NamedTuple):
-    """What a layer's function returns for segments (N, L, ...), computed from a state of zero.
+    """The results of a layer's function for segments (N, L, ...), computed from a state of zero.
 
     Attributes:
         out: (N, L, H, V).
-        state: (N, H, K, V), behind the last token, in fp32 (fp64 for fp64).
-        readout: (N, L, groups, K), each for as many heads: out changes by decay * (readout @ S) where the state before
-            the first token is S.
-        transition: (N, H, K, K) or (N, H, 1, 1), the M of M S + state. It, `readout` and `decay` are asked for where a
+        state: (N, H, K, V), after the last token, in fp32 (fp64 for fp64).
+        readout: (N, L, groups, K), each group for the same number of heads: out changes by decay * (readout @ S) if the
+            state before the first token is S.
+        transition: (N, H, K, K) or (N, H, 1, 1), the M of M S + state. It, `readout` and `decay` are needed if a
             segment continues a document.
         decay: (N, L, H) in the state's dtype; None: 1.
     """
@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """The state of a head, (K, V): a transition is a matrix, or a number where the state only decays."""
+    """The state of a head, (K, V): a transition is a matrix, or a number if the state only decays."""
 
     keys: int
     values: int
@@ -78,18 +78,18 @@ def recurrence(
     runtime: Runtime, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell,
     shards: Shards | None = None, documents: tuple[int, ...] = (),
 ) -> Tensor:  # fmt: skip
-    """Run a layer with a state over the whole sequence, of which each rank gives its local tokens.
+    """Run a layer with a state over the whole sequence; each rank passes its local tokens.
 
     Differentiable, once. Collective over the ranks that share the sequence, in backward too.
 
     Args:
         runtime: This rank's.
         function: The layer's.
-        tokens: (B, s, heads, ...) each; of values first, which have all H heads.
+        tokens: (B, s, heads, ...) each; the values come first, and have all H heads.
         parameters: (H, ...) each.
-        cell: What a head's state is.
-        shards: Which tokens each CP rank has; None: as the configured layout says.
-        documents: First positions of documents; () for one.
+        cell: The form of a head's state.
+        shards: The tokens of each CP rank; None: the configured layout's.
+        documents: First positions of documents; () for a single document.
 
     Returns:
         The output (B, s, H, V).
@@ -114,12 +114,12 @@ def causal_conv(
     runtime: Runtime, function: Callable[[Tensor], Tensor], x: Tensor, kernel_size: int, shards: Shards | None = None,
     documents: tuple[int, ...] = (),
 ) -> Tensor:  # fmt: skip
-    """Run a layer's causal convolution over the whole sequence, of which each rank gives its local tokens.
+    """Run a layer's causal convolution over the whole sequence; each rank passes its local tokens.
 
     Args:
         runtime: This rank's.
-        function: The layer's: (N, L, C) -> (N, L, C), where a token depends on `kernel_size - 1` before it, and the
-            first ones on zeros.
+        function: The layer's: (N, L, C) -> (N, L, C), in which a token depends on the `kernel_size - 1` tokens before
+            it; zeros precede the first tokens.
         x: (B, s, C).
         kernel_size: The kernel's length.
         shards: As for `recurrence`.
@@ -149,8 +149,9 @@ def causal_conv(
 
 
 def _tails(x: Tensor, pieces: Sequence[Tensor], segments: Sequence[Segment], count: int) -> tuple[Tensor, Tensor]:
-    """Return the last `count` tokens behind each run as a state (B, runs, 1, count, C), and its map (.., count, count),
-    which moves those before the run where it has fewer tokens."""
+    """Return the last `count` tokens at the end of each run as a state (B, runs, 1, count, C), and its map (.., count,
+    count), which shifts tokens from before the run if the run is shorter.
+    """
     tails, maps = [], []
     for segment, piece in zip(segments, pieces, strict=False):
         if segment.leaves is not None:
@@ -167,7 +168,7 @@ def delta_rule(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
     """Return the `Function` of a delta rule.
 
     The final state of values of zero, from the identity, is the transition, and the outputs are the readout. They come
-    from the same call as the others, as further columns of the values.
+    from the same call, as further columns of the values.
 
     Args:
         function: (q (N, L, heads, K), k, v (N, L, H, V), g, beta, initial state (N, H, K, V) or None) -> (out, final
@@ -193,7 +194,9 @@ def _exchanges_heads(
     runtime: Runtime, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell, shards: Shards,
     documents: tuple[int, ...],
 ) -> bool:  # fmt: skip
-    """Return whether Ulysses ranks exchange heads: as is set, or with "auto" where a rank then receives fewer bytes."""
+    """Return whether Ulysses ranks exchange heads: the setting, or with "auto" whether a rank then receives fewer
+    bytes.
+    """
     size, way, heads = runtime.ulysses.size, runtime.config.recurrent_layers, tokens[0].shape[2]
     if size == 1 or way == "states":
         return False
@@ -224,8 +227,8 @@ def exchange_heads(runtime: Runtime, tensors: Sequence[Tensor], tokens: Sequence
 
     Args:
         runtime: This rank's.
-        tensors: What is exchanged. Tensors of one dtype go in one message. Where there are fewer heads than Ulysses
-            ranks, each of these gets the one that its share of more heads would read.
+        tensors: The tensors to exchange. Tensors of the same dtype go in one message. If there are fewer heads than
+            Ulysses ranks, each rank receives the head that its share of more heads would read.
         tokens: Of each Ulysses rank.
         inward: The direction.
     """
@@ -276,7 +279,7 @@ def _recurrence(
     peers: Runtime, segments: Segments, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor],
     cell: Cell,
 ) -> Tensor:  # fmt: skip
-    """Run a layer on this rank's segments, all heads of which are here."""
+    """Run a layer on this rank's segments, with all their heads on this rank."""
     mine, batch = segments.of_rank[peers.rank], len(tokens[0])
     pieces = [_pieces(x, mine) for x in tokens]
     lengths = [piece.shape[1] for piece in pieces[0]]
@@ -312,8 +315,8 @@ def _recurrence(
 class _Continued(torch.autograd.Function):
     """out (B, L, H, V) of a segment from a state of zero, with decay * (readout @ state) added.
 
-    It is computed in pieces of tokens, in backward again: readouts of all heads in fp32 would be larger than all else
-    that a layer keeps for backward.
+    It is computed in pieces of tokens, and again in backward: readouts of all heads in fp32 would be larger than
+    everything else that a layer keeps for backward.
     """
 
     @staticmethod
@@ -361,7 +364,9 @@ def _first_of_runs(segments: Sequence[Segment]) -> list[int]:
 
 
 def _pieces(x: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    """Return the tokens of each segment; on a rank that has none one zero, so that its graph is that of the others."""
+    """Return the tokens of each segment; on a rank without segments, a single zero, so that its graph equals that of
+    other ranks.
+    """
     if not segments:
         return [torch.cat([x, x.new_zeros(len(x), 1, *x.shape[2:])], 1)]
     return [x] if len(segments) == 1 else list(x.split([segment.length for segment in segments], 1))
@@ -389,13 +394,13 @@ def _batched(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _unbatched(rows: Tensor, batch: int, lengths: Sequence[int]) -> list[Tensor]:
-    """Return the pieces (B, length, ...) of rows that `_batched` made, or of as many of their last tokens."""
+    """Return the pieces (B, length, ...) of rows from `_batched`, or of the same number of their last tokens."""
     sizes = [size for length in lengths for size in (rows.shape[1] - length, length)]
     return list(rows.unflatten(0, (batch, -1)).flatten(1, 2).split(sizes, 1)[1::2])
 
 
 def _joined(pieces: dict[int, Tensor], count: int) -> Tensor:
-    """Return the pieces of so many segments in order; of none where there are none."""
+    """Return the pieces of this number of segments in order; empty if there are none."""
     if count < 2:
         return pieces[0] if count else pieces[0][:, :0]
     return torch.cat([pieces[number] for number in range(count)], 1)

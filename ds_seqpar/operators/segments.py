@@ -1,4 +1,4 @@
-"""Runs of a sequence that are cut where documents begin, for layers whose tokens depend on a state before them."""
+"""Runs of a sequence, cut where documents begin, for layers whose tokens depend on a state before them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Segments:
 
     @property
     def continues(self) -> bool:
-        """Whether any document goes on from one run to the next."""
+        """Whether any document continues from one run to the next."""
         return any(segment.enters is not None for segments in self.of_rank for segment in segments)
 
     def reach(self, tokens: int | None = None) -> int:
-        """Return how many runs before its own a run's tokens depend on.
+        """Return the number of previous runs on which a run's tokens depend.
 
         Args:
-            tokens: On how many tokens of its document before it a token depends; None: on all.
+            tokens: Number of previous tokens of its document on which a token depends; None: all.
         """
         most = 0
         for number, run in enumerate(self.runs):
@@ -54,12 +54,12 @@ class Segments:
 
     @property
     def most_runs(self) -> int:
-        """The most runs of a rank."""
+        """The maximum number of runs of a rank."""
         return max(map(len, self.numbers))
 
     @functools.cached_property
     def places(self) -> list[tuple[int, int]]:
-        """Of each run its rank, and its place among the runs of that rank."""
+        """The rank of each run, and its place among the rank's runs."""
         place_of = {
             number: (rank, place) for rank, runs in enumerate(self.numbers) for place, number in enumerate(runs)
         }
@@ -68,7 +68,8 @@ class Segments:
 
 @functools.lru_cache(maxsize=256)
 def partners(segments: Segments, rank: int, reach: int) -> tuple[list[int], list[int]]:
-    """Return the ranks with a run on which one of this rank's depends, and those with one that depends on one of its.
+    """Return the ranks with a run on which this rank's runs depend, and the ranks with a run that depends on this
+    rank's.
 
     Args:
         segments: The runs of all ranks.
@@ -88,24 +89,23 @@ AT_ONCE = 2**21  # bytes of states and maps that a rank takes at once; more go i
 
 
 def go_in_order(reach: int, runs: int, run_bytes: float) -> bool:
-    """Return whether the states of layers go from run to run.
+    """Return whether the states of layers are passed from run to run.
 
     Args:
-        reach: On how many runs before it a run depends at most.
-        runs: How many runs a rank has at most.
+        reach: Maximum number of previous runs on which a run depends. runs: Maximum number of runs of a rank.
         run_bytes: The bytes of a run's state and map.
     """
     return runs <= RUNS and reach > 1 and reach * run_bytes > AT_ONCE
 
 
 def received_bytes(reach: int, runs: int, state: float, transition: float) -> float:
-    """Return the bytes that the rank receives which receives most, in one direction.
+    """Return the bytes that the busiest rank receives in one direction.
 
     Args:
         reach: As for `go_in_order`.
         runs: As for `go_in_order`.
         state: The bytes of a run's state.
-        transition: Those of its map.
+        transition: The bytes of its map.
     """
     return runs * state if go_in_order(reach, runs, state + transition) else reach * (state + transition)
 
@@ -117,7 +117,7 @@ def segments_of(shards: Shards, documents: tuple[int, ...], ulysses_size: int | 
     Args:
         shards: The tokens of each CP rank.
         documents: The positions at which documents begin; () for one document.
-        ulysses_size: Cut the tokens of the SP ranks, which are so many for each CP rank; None: those of the CP ranks.
+        ulysses_size: The number of SP ranks per CP rank, to cut the SP ranks' tokens; None cuts the CP ranks' tokens.
 
     Raises:
         ConfigError: A rank's tokens are not consecutive.

@@ -1,11 +1,11 @@
-"""Attention to the keys that an index picks: of latents that all ranks have, for queries that stay on their rank.
+"""Attention to keys picked by an index, from latents that all ranks have, for queries that stay on their rank.
 
-An index scores a key by the sum over its heads of w relu(q k). The greatest are found in blocks of rows and of keys,
-so that those of single heads are never kept. Attention reads what was picked of the latents, in blocks of rows, with
-queries that are absorbed into the latent's space. Backward computes each block again.
+An index scores a key by the sum over its heads of w relu(q k). The greatest scores are found in blocks of rows and
+keys, so that scores of single heads are never kept. Attention reads the picked latents in blocks of rows, with queries
+absorbed into the latent's space. Backward computes each block again.
 
-In a decode step each rank has the new token's queries, and a part of the keys and the latents. Each finds the best of
-its own keys, all find the best of these, and each attends to those that are its own.
+In a decode step each rank has the new token's queries, and a part of the keys and the latents. Each rank finds the best
+of its own keys, all ranks find the best of these, and each attends to the picks that are its own.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ ELEMENTS = 2**24  # numbers of the largest tensor in a block
 def top_keys(
     q: Tensor, weights: Tensor, keys: Tensor, pieces: Sequence[Piece], count: int, scale: float = 1.0
 ) -> Tensor:
-    """Return the keys that an index picks for each query, among those of its document up to itself.
+    """Return the keys that an index picks for each query, from its document up to the query itself.
 
     Args:
         q: The index's queries of this rank (B, s, heads, D), in the dtype of scores.
         weights: Of the heads (B, s, heads).
         keys: The index's keys of all tokens (B, T, D).
         pieces: This rank's tokens.
-        count: How many keys a query picks, at most.
+        count: Maximum number of keys that a query picks.
         scale: Of a head's scores.
 
     Returns:
-        (B, s, n) int64, where n is `count` or less: keys, counted from the first of the query's document. A query
-        that sees fewer picks some behind it besides, which are not to be read.
+        (B, s, n) int64, where n is `count` or less: keys, counted from the first of the query's document. A query that
+        sees fewer keys also picks later ones, which must not be read.
     """
     width = min(count, max(piece.end - piece.document for piece in pieces))
     picks = torch.full((*q.shape[:2], width), keys.shape[1], device=q.device)
@@ -58,19 +58,19 @@ def top_keys(
 def top_kept(
     runtime: Runtime, q: Tensor, weights: Tensor, keys: Tensor, counts: Sequence[int], count: int, scale: float
 ) -> Tensor:
-    """Return those of a rank's keys that an index picks of all ranks' for the new token of each row. Collective.
+    """Return which of a rank's keys an index picks, from all ranks' keys, for the new token of each row. Collective.
 
     Args:
         runtime: This rank's among all that share the sequence (`Runtime.one_ring`).
         q: The index's queries (B, 1, heads, D), the same on all ranks.
         weights: Of the heads (B, 1, heads).
         keys: The index's keys of this rank (B, n, D).
-        counts: How many of these each row has; one number: as many in all rows.
-        count: How many keys of all ranks' a row picks, at most.
+        counts: Number of these keys in each row; a single number applies to all rows.
+        count: Maximum number of keys, from all ranks, that a row picks.
         scale: Of a head's scores.
 
     Returns:
-        (B, 1, count) int64: numbers among this rank's keys, n where another rank has the key.
+        (B, 1, count) int64: indices into this rank's keys; n if another rank has the key.
     """
     values, places = q.new_full((len(q), count), -torch.inf), q.new_zeros(len(q), count, dtype=torch.long)
     for row, own in enumerate(counts):
@@ -122,11 +122,11 @@ def sparse_attention(
     Args:
         q: The queries of this rank (B, s, H, D).
         latent: The latents of all tokens (B, T, R).
-        matrix: What makes keys and values of a latent (H, R, D + Dv).
-        picks: As from `top_keys` (B, s, n), no key twice, and one at least that the query sees.
+        matrix: The matrix that expands a latent to keys and values (H, R, D + Dv).
+        picks: As from `top_keys` (B, s, n), without duplicates, and with at least one key that the query sees.
         pieces: This rank's tokens.
         scale: Of scores.
-        sinks: A further score of each head (H,), which has no value; None without.
+        sinks: An additional score per head (H,), without a value; None if there are none.
 
     Returns:
         (B, s, H, Dv), with gradients to q, latent, matrix and sinks.
@@ -143,7 +143,7 @@ def attention_to_kept(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of the new token of each row to what was picked of all ranks' latents. Collective.
+    """Return the attention of the new token of each row to the picked latents of all ranks. Collective.
 
     Args:
         runtime: As for `top_kept`.
@@ -216,7 +216,7 @@ class _Sparse(torch.autograd.Function):
 def _blocks(
     q: Tensor, latent: Tensor, picks: Tensor, pieces: Sequence[Piece]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (rows of a block, what they pick among all rows of latents, which of this is hidden (B, r, n))."""
+    """Yield (rows of a block, their picks among all rows of latents, which picks are hidden (B, r, n))."""
     (batch, tokens, width), heads, count = latent.shape, q.shape[2], picks.shape[2]
     rows = max(1, ELEMENTS // (batch * max(count * width, heads * width, heads * count)))
     begins = torch.arange(0, batch * tokens, tokens, device=picks.device)[:, None, None]

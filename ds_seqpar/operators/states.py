@@ -1,8 +1,8 @@
-"""The states that layers pass between ranks: each rank gets those before its runs of consecutive tokens.
+"""The states that layers pass between ranks: each rank receives the states before its runs of consecutive tokens.
 
-A run maps the state S before it to M S + S' behind it. A rank gets the M and S' of all runs on which its own depend,
-and folds them. Where that would be many bytes, the state behind each run goes to the rank of the next one, which maps
-it, and so on. Backward is the same with the runs in reverse order, and with M transposed.
+A run maps the state S before it to the state M S + S' after it. A rank receives the M and S' of all runs on which its
+own depend, and folds them. If that would be many bytes, the state after each run is sent to the rank of the next run,
+which maps it, and so on. Backward is the same with the runs in reverse order, and with M transposed.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def entering_states(
     """Return the state before each of this rank's runs. Collective over `peers`.
 
     Args:
-        peers: This rank among those that have the runs.
+        peers: This rank among the ranks that have the runs.
         segments: The runs of all ranks.
-        reach: On how many runs before it a run depends at most.
+        reach: Maximum number of previous runs on which a run depends.
         states: The S' of each of this rank's runs (B, runs, ..., K, V).
         maps: The M of each (B, runs, ..., K, K), or (B, runs, ..., 1, 1) where it is a number.
         reverse: Whether states pass from the last run to the first.
@@ -96,7 +96,7 @@ def entering_states(
 
 
 def _at_once(messages: _Messages, segments: Segments, reach: int, states: Tensor, maps: Tensor, step: int) -> Tensor:
-    """Fold the maps of all runs on which this rank's depend. step: from one run to the next, 1 or -1."""
+    """Fold the maps of all runs on which this rank's runs depend. step: from one run to the next, 1 or -1."""
     mine = messages.peers.rank
     sources, targets = partners(segments, mine, reach)[::step]
     local = torch.cat([states.flatten(2), maps.flatten(2)], 2)
@@ -132,16 +132,16 @@ def _in_order(messages: _Messages, segments: Segments, reach: int, states: Tenso
 
 
 def _mapped(state: Tensor, transition: Tensor, before: Tensor) -> Tensor:
-    """Return the state behind a run."""
+    """Return the state after a run."""
     return state + (transition * before if transition.shape[-1] == 1 else transition @ before)
 
 
 class _Messages:
-    """The messages of one call, each waited for once it is started.
+    """The messages of one call; each is waited for right after it is started.
 
     Attributes:
-        code: What a device is given, as the watchdog reads it; empty where hosts wait.
-        batches: The works of each wait there.
+        code: The work queued on a device, for the watchdog; empty if hosts wait.
+        batches: The works of each wait in it.
     """
 
     def __init__(self, peers: Runtime, direction: str, device: torch.device) -> None:
@@ -150,7 +150,7 @@ class _Messages:
         self.batches: list[Any] = []
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Send contiguous tensors to ranks, and fill those that come from ranks."""
+        """Send contiguous tensors to ranks, and fill tensors received from ranks."""
         if not sends and not receives:
             return
         outgoing, incoming = (
@@ -167,7 +167,7 @@ class _Messages:
             self.batches.append(getattr(handle, "batch", None))
 
     def end(self) -> None:
-        """Tell observers what the device was given."""
+        """Notify observers of the work queued on the device."""
         if self.batches:
             program = op.Program(
                 name=KIND, direction=self.direction, rank=self.peers.rank, size=self.peers.size, code=tuple(self.code),

@@ -1,1 +1,1 @@
-"""What is chosen where settings are "auto", and what a step would cost: loaded by that or by a command only."""
+"""The choice of "auto" settings and the cost of a step. Loaded only for such settings or by a command."""

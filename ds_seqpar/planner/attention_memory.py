@@ -47,7 +47,7 @@ def workspace_of(step: TrainingStep) -> str:
 
 
 def tokens_on_rank(step: TrainingStep) -> int:
-    """Return the tokens of a sequence that a rank holds, padding included."""
+    """Return the number of a sequence's tokens on a rank, padding included."""
     share = multiple(step.config.layout, step.config.size, step.config.ulysses)
     return math.ceil(step.seq / share) * share // step.config.size
 
@@ -58,8 +58,9 @@ def is_offloaded(step: TrainingStep) -> bool:
 
 
 def attention_figures(step: TrainingStep) -> Figures:
-    """Return the memory of attention on the rank that needs most. With head chunks it includes q, k, v and the gradient
-    of out of a head chunk, which then no other item of the layer includes."""
+    """Return the memory of attention on the rank that needs the most. With head chunks it includes q, k, v and the
+    gradient of out of a head chunk, which then no other item of the layer includes.
+    """
     if step.model.index is not None:
         return _index_figures(step, step.model.index)
     m, head_chunks, tokens = step.model, projecting_head_chunks(step), tokens_on_rank(step)
@@ -94,8 +95,9 @@ def attention_figures(step: TrainingStep) -> Figures:
 
 
 def _index_figures(step: TrainingStep, index: Index) -> Figures:
-    """Return the memory of a layer with an index: what is gathered, scores of a rank's rows, and which it picks. A
-    checkpoint keeps nothing of it."""
+    """Return the memory of a layer with an index: gathered tensors, scores of a rank's rows, and its picks. A
+    checkpoint does not keep any of it.
+    """
     rows, size = tokens_on_rank(step) * step.batch, ITEMSIZE[step.dtype]
     gathered = step.seq * step.batch * (index.latent + index.keys) * size
     scores, picks = 4 * rows * min(step.seq, COLUMNS), 8 * rows * min(step.seq, index.picks)
@@ -104,8 +106,8 @@ def _index_figures(step: TrainingStep, index: Index) -> Figures:
 
 
 def on_fewer_ranks(config: SequenceParallelConfig) -> SequenceParallelConfig:
-    """Return a configuration on fewer ranks whose attention takes as much memory per rank, for as many tokens per rank;
-    the configuration itself if there is none.
+    """Return a configuration on fewer ranks whose attention takes the same memory per rank, for the same number of
+    tokens per rank; the configuration itself if there is none.
 
     The longest ring is shortened, since on a longer one a rank holds no more at once. Axes that are gathered over, and
     whether the ring's length is even, do not change."""
@@ -167,7 +169,7 @@ def call_figures(
         mask: The mask of the whole sequence.
         heads: (query heads, key/value heads, head_dim) of the model.
         dtype: dtype of q, k and v.
-        batch: Sequences that a group of ranks trains at once.
+        batch: Number of sequences that a group of ranks trains at once.
         rank: The CP rank.
         ulysses_rank: The Ulysses rank; None: one with the most heads.
         support: What the kernel supports.

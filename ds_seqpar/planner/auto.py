@@ -21,19 +21,19 @@ SAVES = 0.95  # of the memory; settings that leave more than that are not worth 
 def resolve_with_plan(
     config: SequenceParallelConfig, job: Job | None, world: int, detect_machine: Callable[[], Machine]
 ) -> tuple[SequenceParallelConfig, PlanResult]:
-    """Replace every "auto" of a configuration by the planner.
+    """Let the planner replace every "auto" of a configuration.
 
     Args:
         config: The configuration, which `asks_for_plan`.
-        job: What is to be trained, if anything is known of it.
-        world: Ranks of the job.
+        job: The job to plan for, if anything is known about it.
+        world: Number of ranks of the job.
         detect_machine: Returns the machine of these ranks.
 
     Returns:
         The configuration without any "auto", and the plan that chose it.
 
     Raises:
-        ConfigError: If the planner refuses the configuration, or the model or the length is not known.
+        ConfigError: The planner refuses the configuration, or the model or the length is unknown.
     """
     asking = next((name for name in PLANNED_FOR if getattr(config, name) != "auto"), "memory")
     if job is None or job.model is None:
@@ -68,7 +68,8 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, m
 
 def plan_even_if_too_large(request: Request) -> PlanResult:
     """Return the plan. If nothing is predicted to fit, return the fastest with every setting that saves memory: the
-    machine's memory may only be guessed, and `line_of` tells the user that it is too little."""
+    machine's memory may be only a guess, and `line_of` tells the user that it is too small.
+    """
     result = find_plan(request)
     if result.ranked:
         return result
@@ -83,7 +84,7 @@ def plan_even_if_too_large(request: Request) -> PlanResult:
 
 
 def line_of(result: PlanResult) -> str:
-    """Return one line for the user: what was chosen, its estimated time and memory, and the next best."""
+    """Return one line for the user: the choice, its estimated time and memory, and the second best."""
     request, best = result.request, result.best
     machine, needed = request.machine, rank_bytes(best.memory, request.budget)
     documents = f" in {len(request.job.documents)} documents" if request.job.documents else ""
@@ -106,8 +107,9 @@ def line_of(result: PlanResult) -> str:
 
 
 def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
-    """Return the memory settings that the planner chose and that differ from the defaults; None if it had none to
-    choose."""
+    """Return the memory settings that the planner chose and that differ from the defaults; None if there was nothing to
+    choose.
+    """
     planned = [name for name in MEMORY_SETTINGS if name not in result.request.given]
     defaults, best = SequenceParallelConfig(), result.best.config
     changed = {name: getattr(best, name) for name in planned if getattr(best, name) != getattr(defaults, name)}
@@ -115,7 +117,7 @@ def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
 
 
 def most_sparing(config: SequenceParallelConfig, request: Request) -> tuple[list[str], Footprint]:
-    """Return (what spares memory and is not on yet, in words; the memory of a step with all of it)."""
+    """Return (the memory-saving settings that are still off, in words; the memory of a step with all of them)."""
     job = dataclasses.replace(request.job, checkpointing=True)
     others, defaults = dataclasses.replace(request, job=job, given={}), SequenceParallelConfig()
     saving = {
@@ -128,7 +130,7 @@ def most_sparing(config: SequenceParallelConfig, request: Request) -> tuple[list
 
 
 def what_would_fit(config: SequenceParallelConfig, request: Request) -> str:
-    """Return what to do where the memory of a step does not fit, as an order to the user."""
+    """Return what to do if the memory of a step does not fit, as an instruction to the user."""
     words, sparing = most_sparing(config, request)
     if words and fits(sparing, request.budget):
         return f"it fits with {', '.join(words)}: turn them on (--set memory=auto chooses the settings)"

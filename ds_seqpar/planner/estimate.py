@@ -1,6 +1,7 @@
-"""A plain estimate of a training step's time, to order what fits. A rank's program of attention is followed alone: its
-products take their flops, its messages their bytes, and of the two the longer one counts between waits.
-docs/choosing_settings.md says what is left out. Does not import torch."""
+"""A plain estimate of a training step's time, to order the configurations that fit. A rank's attention program is
+followed in isolation: products take time by their flops, messages by their bytes, and between waits the longer of the
+two counts. docs/choosing_settings.md says what is left out. Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # flops of a visible pair and e
 
 
 class Attention(NamedTuple):
-    """One layer's attention in one direction: of several ranks, the most of each."""
+    """One layer's attention in one direction: the maximum of each figure over several ranks."""
 
     seconds: float
     inside: int  # bytes received from ranks of the own node
@@ -73,7 +74,7 @@ def estimate(step: TrainingStep, machine: Machine) -> Estimate:
 
 
 def tower_seconds(step: TrainingStep, machine: Machine) -> float:
-    """Return the time of a rank's pictures: their features, and those that ranks send one another."""
+    """Return the time of a rank's pictures: computing their features, and sending features between ranks."""
     tower, pictures, config = step.model.tower, step.pictures, step.config
     if tower is None or pictures is None:
         return 0.0
@@ -87,14 +88,14 @@ def tower_seconds(step: TrainingStep, machine: Machine) -> float:
 
 
 class Work(NamedTuple):
-    """What a rank computes, without what it sends, in seconds."""
+    """A rank's computation, without communication, in seconds."""
 
     pair: float  # for a query and a key that it sees, in all layers that attend to it
     token: float  # with what a query attends to by an index, as if there were as many keys as it may pick
 
 
 def work(step: TrainingStep, machine: Machine) -> Work:
-    """Return the work of a step's model, by which samples are dealt; the lengths of the step are not read."""
+    """Return the work of a step's model, which determines how samples are dealt. The step's lengths are not read."""
     m, (attention_rate, matrix_rate) = step.model, machine.rates(step.dtype)
     flops = FLOPS_PER_PAIR["forward"] * _forwards(step) + FLOPS_PER_PAIR["backward"]
     pair = m.dense * flops * m.heads * m.head_dim / attention_rate
@@ -113,7 +114,7 @@ def _scores(step: TrainingStep, machine: Machine) -> float:
 
 
 def _forwards(step: TrainingStep) -> int:
-    """Return how many times attention's forward is computed."""
+    """Return the number of times that attention's forward is computed."""
     return 1 + (step.checkpointing and step.config.recompute_attention)
 
 
@@ -142,8 +143,9 @@ def received(step: TrainingStep, machine: Machine, rank: int) -> int:
 
 
 def _followed(step: TrainingStep, machine: Machine, direction: str, topology: Topology, rank: int) -> Attention:
-    """Follow one rank, whose peers do the same at the same time. A link carries one transfer after another, and each
-    has its latency once."""
+    """Follow one rank, assuming that the others do the same at the same time. A link carries one transfer after
+    another, each with its latency once.
+    """
     bound = _bound(step, direction, topology, rank)
     peers = topology.group(rank, "ulysses"), topology.group(rank, *topology.cp_axes)
     flops, (rate, _) = FLOPS_PER_PAIR[direction] * step.batch, machine.rates(step.dtype)
@@ -175,7 +177,7 @@ def _followed(step: TrainingStep, machine: Machine, direction: str, topology: To
 
 
 def _gathered(step: TrainingStep, index: Index, machine: Machine) -> list[Attention]:
-    """Return what a rank receives in a layer with an index, as a mean, in forward and in backward."""
+    """Return the mean of what a rank receives in a layer with an index, in forward and in backward."""
     size, own, found = step.config.size, math.ceil(step.seq / step.config.size), list[Attention]()
     others, near = size - 1, min(size, machine.per_node) - 1
     for elements in index.received(step.seq, own, size):

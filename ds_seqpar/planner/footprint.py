@@ -84,8 +84,9 @@ class Footprint:
 
 
 def footprint(step: TrainingStep, attention: Figures | None = None) -> Footprint:
-    """Return the memory of a step on the rank that needs most. `attention` is the memory of a layer's attention, if the
-    caller knows it; default: `attention_figures(step)`."""
+    """Return the memory of a step on the rank that needs the most. `attention` is the memory of a layer's attention, if
+    the caller knows it; default: `attention_figures(step)`.
+    """
     memory = _StepMemory(step)
     if attention is not None:
         memory.attention = attention
@@ -99,7 +100,7 @@ def rank_bytes(memory: Footprint, budget: MemoryBudget) -> int:
 
 
 def fits_host(memory: Footprint, budget: MemoryBudget) -> bool:
-    """Return whether a node's host has room for what its ranks keep there."""
+    """Return whether a node's host has enough memory for its ranks."""
     return not budget.apart or memory.host.total * budget.ranks_per_node <= budget.host
 
 
@@ -145,7 +146,7 @@ def bytes_a_token(step: TrainingStep) -> float:
 
 
 def cache_bytes(step: TrainingStep, tokens: int) -> int:
-    """Return the bytes of keys and values that the rank with most of them keeps of a prompt of so many tokens."""
+    """Return the bytes of keys and values that the busiest rank keeps for a prompt with this number of tokens."""
     m, config = step.model, step.config
     if m.states is not None:
         raise ConfigError(
@@ -208,12 +209,12 @@ class _StepMemory:
 
     @functools.cached_property
     def of_tower(self) -> int:
-        """Bytes that wait for the tower's backward: of its layers, of what is before them, and of the projector."""
+        """Bytes kept for the tower's backward: of its layers, of the part before them, and of the projector."""
         return sum(self.tower.layers(self.tower.model.layers).values()) + ENDS * self.tower.hidden if self.tower else 0
 
     @property
     def whole(self) -> int:
-        """Bytes of the embeddings of all tokens, which each rank has with the features of pictures in them."""
+        """Bytes of all tokens' embeddings with pictures' features, which each rank holds."""
         return self.hidden * self.config.size if self.tower else 0
 
     def tower_moments(self, backward: bool) -> list[Moment]:
@@ -236,7 +237,7 @@ class _StepMemory:
     # ---- states
 
     def share(self, stage: int) -> int:
-        """Return the number of ranks among which ZeRO shards what it shards from this stage on."""
+        """Return the number of ranks among which ZeRO shards states that it shards from this stage on."""
         return self.step.world if self.zero.stage >= stage else 1
 
     @functools.cached_property
@@ -303,7 +304,7 @@ class _StepMemory:
 
     @property
     def saved_mixer(self) -> int:
-        """Bytes that a layer saves for backward of its attention, its state, or both."""
+        """Bytes that a layer saves for the backward of its attention, its state, or both."""
         m = self.model
         attention, states = self.saved_attention * (m.attending > 0), self.state.saved
         has_both = m.states is not None and m.attending + m.states.count > m.layers
@@ -311,7 +312,7 @@ class _StepMemory:
 
     @property
     def saved(self) -> int:
-        """Bytes that a layer saves for its backward, its input included, as a mean of all layers."""
+        """Mean bytes that a layer saves for its backward, its input included."""
         mlp = 4 * self.mlp if self.mlp_tiles() == 1 else 0
         mixers = self.mean(self.saved_attention, self.state.saved, mlp)
         return 2 * (self.residual + self.norm) + mixers
@@ -335,8 +336,9 @@ class _StepMemory:
         return {**held, "tower": self.of_tower}
 
     def forward(self, name: str = "forward", **held: int) -> list[Moment]:
-        """Return the moments of the last layer's forward, when the most layers hold something. `held`: the bytes of
-        what there is beside it; default: those of all layers."""
+        """Return the moments of the last layer's forward, when the most layers hold something. `held`: the other bytes
+        at that moment; default: those of all layers.
+        """
         m = self.model
         if not held:
             held = self.layers(m.layers, running=True)
@@ -568,13 +570,13 @@ def _trained(model: Model) -> int:
 def states(
     model: Model, zero: Zero, world: int, size: int, reference: bool = False, optimizer_states: int = 2
 ) -> States:
-    """Return the states of one rank. `size` is the bytes of a parameter's element. ZeRO makes fp32 copies of fp32
-    parameters too; at stage 0 DeepSpeed makes them of 16-bit parameters alone.
+    """Return the states of one rank. `size` is the bytes of a parameter's element. ZeRO also makes fp32 copies of fp32
+    parameters; at stage 0 DeepSpeed makes them only for 16-bit parameters.
 
     Args:
         reference: Whether there is a reference model of the same size. trl gives it to DeepSpeed without an optimizer:
-            at stage 3 sharded and offloaded as the policy is, else whole on each rank.
-        optimizer_states: Tensors that the optimizer keeps of each parameter; an offloaded one counts as Adam.
+            at stage 3 it is sharded and offloaded like the policy, otherwise whole on each rank.
+        optimizer_states: Number of tensors that the optimizer keeps per parameter; an offloaded one counts as Adam.
     """
     count, stage, shards = _trained(model), zero.stage, world if zero.stage == 3 else 1
     frozen, referred = (model.parameters - count) // shards, model.parameters * reference // shards

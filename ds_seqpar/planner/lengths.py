@@ -1,4 +1,4 @@
-"""What samples of many lengths cost, and the Ulysses size of their packs. Does not import torch."""
+"""The costs of samples of many lengths, and the Ulysses size of their packs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Costs:
 
     Args:
         step: The model and the configuration; its length and mask are replaced.
-        machine: Where it is trained.
+        machine: The machine.
         window: Attention's window in tokens, the same in all layers; None: no window.
     """
 
@@ -35,7 +35,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: SequenceParallelConfig, job: Job, world: int, machine: Machine) -> Costs:
-        """Return the costs of a job whose model is known. config: resolved."""
+        """Return the costs of a job with a known model. config: resolved."""
         assert job.model is not None
         step = TrainingStep(
             model=job.model, config=config, world=world, seq=1, dtype=job.dtype, checkpointing=job.checkpointing
@@ -47,7 +47,7 @@ class Costs:
         return work(self.step, self.machine)
 
     def seconds(self, documents: Iterable[int]) -> float:
-        """Return what documents of these lengths cost, on one rank."""
+        """Return the cost of documents of these lengths on one rank."""
         documents = tuple(documents)
         return self.work.pair * visible_pairs(documents, self.window) + self.work.token * sum(documents)
 
@@ -59,7 +59,7 @@ class Costs:
 
     @property
     def fixed(self) -> str:
-        """Why all packs have the configured Ulysses size, whatever their documents; "" where they need not."""
+        """Why all packs have the configured Ulysses size regardless of their documents; "" if they need not."""
         config, model = self.step.config, self.step.model
         if model.states is not None or model.latent_projections is not None:
             return "layers have a state, or send latents"
@@ -87,12 +87,12 @@ class Costs:
         return Dealt(deal(lengths, seconds, groups, per_rank * size), [[]] * groups)
 
     def pack(self, documents: tuple[int, ...], sizes: Iterable[int]) -> Pack:
-        """Return a pack that all ranks of a group share, with one of some Ulysses sizes."""
+        """Return a pack that all ranks of a group share, with one of the given Ulysses sizes."""
         config = self.step.config
         return Pack.shared(documents, config.layout, config.size, self.ulysses(documents, sizes))
 
     def ulysses(self, documents: tuple[int, ...], sizes: Iterable[int]) -> int:
-        """Return the one of some Ulysses sizes with which a pack takes the least time; of equal ones the smallest."""
+        """Return the given Ulysses size with which a pack takes the least time; the smallest in case of ties."""
         return min(sizes, key=lambda ulysses: (self._of_shared(documents, ulysses), ulysses))
 
     def received(self, documents: tuple[int, ...], ulysses: int, rank: int) -> int:
@@ -101,19 +101,19 @@ class Costs:
 
     @functools.cached_property
     def sharing(self) -> float:
-        """What samples that fit a rank cost if ranks share them, over what they cost if not."""
+        """The cost of samples that fit a rank if ranks share them, over their cost if not."""
         size, cap = self.step.config.size, self.step.config.tokens_per_rank
         documents = (max(1, 3 * cap // 4),) * -(-4 * size // 3)
         least = min(self._of_shared(documents, ulysses) for ulysses in self.ulysses_sizes)
         return max(1.0, least * size / self.seconds(documents))
 
     def packed(self, lengths: Sequence[int], groups: int, chooses: bool = True) -> Packed:
-        """Return a step of samples of these lengths, dealt as `StepDealer` deals them.
+        """Return a step of samples of these lengths, dealt as by `StepDealer`.
 
         Args:
             lengths: Of samples, in tokens.
             groups: Of ranks.
-            chooses: Whether Ulysses may differ from the configured one where nothing else fixes it.
+            chooses: Whether Ulysses may differ from the configured size if nothing else fixes it.
         """
         sizes = self.ulysses_sizes if chooses and not self.fixed else [self.step.config.ulysses]
         dealt = self.deal(lengths, [self.seconds([n]) for n in lengths], groups, len(sizes) > 1)
@@ -132,12 +132,12 @@ class Costs:
         return max(sum(map(of_length, lengths[group::groups])) for group in range(groups))
 
     def works(self, pack: Pack) -> list[float]:
-        """Return the seconds that each CP rank computes of a pack, with all heads."""
+        """Return each CP rank's seconds of computation for a pack, with all heads."""
         pair, token = self.work
         return [sum(pair * self._pairs(part) + token * part.tokens for part in parts) for parts in pack.parts]
 
     def _pairs(self, part: Part) -> int:
-        """Return the keys that tokens of a document see, together."""
+        """Return the total number of keys that tokens of a document see."""
         if part.step == 1:
             before, all_pairs = (visible_pairs([n], self.window) for n in (part.start, part.start + part.tokens))
             return all_pairs - before
@@ -145,7 +145,7 @@ class Costs:
         return sum(min(position + 1, self.window or position + 1) for position in positions)
 
     def seconds_of(self, pack: Pack) -> float:
-        """Return the estimate of a pack; where nothing is sent, what the rank with the most work computes."""
+        """Return the estimate of a pack; if nothing is sent, the work of the busiest rank."""
         if pack.ulysses == 1 and not pack.cut:
             return max(self.works(pack))
         return self._of_shared(pack.documents, pack.ulysses)
@@ -161,14 +161,14 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """The packs of an optimizer step: those of each group."""
+    """The packs of an optimizer step, for each group."""
 
     costs: Costs
     packs: list[list[Pack]]
 
     @functools.cached_property
     def works(self) -> list[list[float]]:
-        """The seconds that ranks compute: for each group, those of each of its ranks."""
+        """The seconds of computation of each rank, for each group."""
         of_packs = [
             [[work / pack.ulysses for work in self.costs.works(pack) for _ in range(pack.ulysses)] for pack in packs]
             for packs in self.packs
@@ -177,25 +177,25 @@ class Packed:
 
     @functools.cached_property
     def seconds(self) -> float:
-        """The estimate: of the group that takes longest."""
+        """The estimate for the slowest group."""
         return max(sum(map(self.costs.seconds_of, packs)) for packs in self.packs)
 
     @property
     def of_ranks(self) -> float:
-        """The work of ranks, most over mean."""
+        """The work of ranks, maximum over mean."""
         return most([work for works in self.works for work in works])
 
     @property
     def of_groups(self) -> float:
-        """The work of groups, most over mean."""
+        """The work of groups, maximum over mean."""
         return most([sum(works) for works in self.works])
 
     @property
     def cut(self) -> int:
-        """How many documents several CP ranks hold."""
+        """The number of documents that several CP ranks hold."""
         return sum(len(pack.cut) for packs in self.packs for pack in packs)
 
     @property
     def ulysses(self) -> dict[int, int]:
-        """How many packs of all groups have each Ulysses size."""
+        """The number of packs, of all groups, with each Ulysses size."""
         return dict(sorted(Counter(pack.ulysses for packs in self.packs for pack in packs).items()))

@@ -51,8 +51,9 @@ def check_followed(
 
 
 def check_model(numbers: Mapping[str, object]) -> None:
-    """Raise ConfigError for a model's configuration that would take long to make. Values that are not whole numbers are
-    not checked here."""
+    """Raise ConfigError for a model's configuration that would take too long to build. Values that are not whole
+    numbers are not checked here.
+    """
     sizes = {name: value for name, value in numbers.items() if isinstance(value, int)}
     for name, most in MODEL.items():
         check(name, sizes.get(name, 0), most)

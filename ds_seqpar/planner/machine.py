@@ -134,10 +134,10 @@ def machine_of(name: str, content: object, place: str = "") -> Machine:
     Args:
         name: Name of the machine.
         content: The parsed JSON.
-        place: What error messages call it; default "machine NAME".
+        place: Its name in error messages; default "machine NAME".
 
     Raises:
-        ConfigError: If a field is missing, unknown or not valid; the message names it.
+        ConfigError: If a field is missing, unknown or invalid; the message names it.
     """
     if isinstance(content, Mapping):
         content = {"name": name, **content}

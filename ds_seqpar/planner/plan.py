@@ -1,5 +1,6 @@
-"""The search for the configurations that fit the memory, ordered by a plain estimate of their time. It reads no clock
-and no environment, so all ranks find the same. Does not import torch."""
+"""The search for the configurations that fit the memory, ordered by a plain estimate of their time. It does not read
+the clock or the environment, so all ranks find the same result. Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def rough(seconds: float) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
-    """A configuration, and what is predicted of it."""
+    """A configuration and its predictions."""
 
     config: SequenceParallelConfig  # without any "auto"
     spared: Mapping[str, Any]  # memory settings that it needs to fit
@@ -54,7 +55,7 @@ class Planned:
 
     @property
     def key(self) -> tuple:
-        """What results are ordered by: time, roughly; what saves memory; use of links; other settings."""
+        """The sort key of results: rough time, memory-saving settings, use of links, other settings."""
         return rough(self.seconds), len(self.spared), self.links, len(self.config.section())
 
     @classmethod
@@ -87,7 +88,7 @@ def plan(request: Request) -> PlanResult:
     """Return the ranked configurations for a request.
 
     Raises:
-        ConfigError: If none fits; the message names the nearest change with which one would.
+        ConfigError: If none fits; the message names the nearest change that would help.
     """
     result = find_plan(request)
     if not result.ranked:
@@ -173,8 +174,9 @@ def in_memory(
 
 
 def memory_options(request: Request, ulysses: int) -> list[dict[str, Any]]:
-    """Return memory settings to try one after another; what costs least time comes first. None of them changes a
-    setting of the request."""
+    """Return memory settings to try one after another; the ones that cost the least time come first. None of them
+    changes a setting of the request.
+    """
     given = {name for name in MEMORY_SETTINGS if name in request.given}
     if request.given.get("head_chunks") == "auto":
         given.remove("head_chunks")
@@ -221,7 +223,8 @@ def settings_in_words(spared: Mapping[str, Any]) -> list[str]:
 
 
 def nothing_fits(request: Request, rejected: tuple[tuple[str, str], ...]) -> str:
-    """Return the message for a request that nothing fits, with what would fit. `rejected` is that of PlanResult."""
+    """Return the message for a request that nothing fits, with suggestions that would fit. `rejected` is
+    PlanResult's."""
     too_large = [f"{configurations}: {why}" for configurations, why in rejected if "GiB" in why]
     reason = too_large[-1] if too_large else ": ".join(rejected[0]) if rejected else "there is no candidate"
     changes = nearest_fits(request)

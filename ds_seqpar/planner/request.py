@@ -1,4 +1,4 @@
-"""The planner's input: a model, a machine, and what is to be trained. Does not import torch."""
+"""The planner's input: a model, a machine, and the training step. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .machine import Machine
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateLayers:
-    """The layers of a model that have a state or a causal convolution. All count as the largest of them does."""
+    """The layers of a model that have a state or a causal convolution. All count like the largest."""
 
     count: int
     heads: int  # with a state each; 0: the layers have a convolution alone
@@ -33,7 +33,7 @@ class StateLayers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tower:
-    """What makes features of pictures or sounds, which take the places of tokens."""
+    """The part of a model that computes features of pictures or sounds, which replace tokens."""
 
     layers: Model  # its layers, as those of a model without a vocabulary, and the parameters of all around them
     full_layers: int  # in which a patch sees all patches of its picture
@@ -43,7 +43,7 @@ class Tower:
     tokens: int | None = None  # the same
 
     def pairs(self, patches: int) -> float:
-        """Return how many patches one of a picture sees, as a mean of all layers."""
+        """Return how many patches a patch of a picture sees, as a mean over all layers."""
         windows = self.layers.layers - self.full_layers
         return (self.full_layers * patches + windows * min(self.window, patches)) / self.layers.layers
 
@@ -66,7 +66,7 @@ class Index(NamedTuple):
 
 
 class Pictures(NamedTuple):
-    """The pictures, films or sounds of each sequence, all of one size."""
+    """The pictures, films or sounds of each sequence, all of the same size."""
 
     number: int
     tokens: int  # that the features of one take the places of
@@ -128,7 +128,7 @@ class Model:
 
     @property
     def not_counted(self) -> list[str]:
-        """What predictions lack for this model, in sentences for the user."""
+        """What predictions omit for this model, in sentences for the user."""
         states = [] if self.states is None else [
             f"{self.states.count} of {self.layers} layers have a state or a convolution: what they project and send is "
             "counted, and not what their kernels compute and keep, which is several times as much in torch's own"
@@ -162,7 +162,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What a step computes beside, or in place of, the loss of next tokens."""
+    """What a step computes in addition to, or instead of, the next-token loss."""
 
     rows: int = 1  # of an example; a pair has two
     head: Literal["logits", "fused", "score"] = "logits"  # fused: trl's, in tiles; score: a number a row
@@ -231,7 +231,7 @@ def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What ranks know of a training run when they start. A `Request` needs its model and length."""
+    """What ranks know about a training run when they start. A `Request` needs its model and length."""
 
     model: Model | None = None
     seq: int | None = None  # tokens of the longest sequence; None: not known
@@ -250,7 +250,7 @@ class Job:
 
     @classmethod
     def of(cls, json: DeepSpeedJson) -> Job:
-        """Return the job of a DeepSpeed JSON. What the JSON leaves to a Trainer ("auto") counts as not known."""
+        """Return the job of a DeepSpeed JSON. Values that the JSON leaves to a Trainer ("auto") count as unknown."""
         (sequences, batch, steps), zero = json.batch_sizes, json.known.zero_optimization
         return cls(
             batch=batch, steps=steps, sequences=sequences, dtype=json.known.dtype, zero=zero,
@@ -304,7 +304,7 @@ class MemoryBudget(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """What is to be trained, on which machine, and which settings are fixed."""
+    """What to train, on which machine, and with which fixed settings."""
 
     job: Job  # whose model and length are known
     machine: Machine

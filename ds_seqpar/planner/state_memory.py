@@ -1,4 +1,4 @@
-"""What a layer with a state sends and keeps on a rank. Does not import torch."""
+"""The bytes that a layer with a state sends and keeps on a rank. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .request import TrainingStep
 
 
 class StateBytes(NamedTuple):
-    """Bytes of one layer on the rank that needs most."""
+    """Bytes of one layer on the rank that needs the most."""
 
     received: int = 0  # states and their maps, in each direction
     exchanged: int = 0  # tokens of other heads, with those of the output, in forward
@@ -57,7 +57,7 @@ def state_bytes(step: TrainingStep) -> StateBytes:
 
 @functools.lru_cache(maxsize=256)
 def _runs(layout: str, lengths: tuple[int, ...], cp_size: int, ulysses: int, ranks: int | None) -> tuple[int, int]:
-    """Return (on how many runs before it a run depends, the most runs of a rank)."""
+    """Return (number of previous runs on which a run depends, maximum number of runs of a rank)."""
     documents = tuple(itertools.accumulate(lengths[:-1], initial=0)) if lengths else ()
     shards: Shards = EvenShards(layout, 4 * multiple(layout, cp_size * ulysses, ulysses), cp_size)  # of any length
     segments = segments_of(shards_of(layout, lengths, cp_size) if lengths else shards, documents, ranks)

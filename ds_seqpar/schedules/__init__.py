@@ -1,4 +1,4 @@
-"""Schedules beside those of the core, plans that are read from files, and the overlap pass, which register here."""
+"""Additional schedules, plans read from files, and the overlap pass, which register here."""
 
 from __future__ import annotations
 

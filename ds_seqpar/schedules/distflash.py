@@ -12,13 +12,12 @@ from ..core.compiler.sharding.layout import Axes, Topology
 
 
 def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> StepsOf:
-    """Return DistFlashAttn's steps: floor(A/2) + 1 of them on A ranks.
-
-    In step t worker p takes the k/v of p - t. A worker with no work left, p < t, is a helper: it computes the queries
-    of the late worker p - t + A with its own k/v, and sends the result back.
+    """Return DistFlashAttn's steps: floor(A/2) + 1 steps on A ranks. In step t, worker p takes the k/v of p - t. A
+    worker without work left, p < t, is a helper: it computes the queries of the late worker p - t + A with its own k/v,
+    and sends the result back.
 
     Helpers compute at every t except 2t = A, where both would compute the same product. (The paper's Algorithm 2 as
-    printed also leaves them out at the last step of odd A.) A mask that hides more than the causal one removes
+    printed also leaves them out at the last step of odd A.) A mask that hides more than the causal mask removes
     products.
 
     Raises:
@@ -73,7 +72,9 @@ def _results(compute: Compute, direction: str) -> list[Move]:
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Return the elements that each rank receives: early ranks get late ranks' queries, late ranks the results."""
+    """Return the elements that each rank receives: early ranks receive late ranks' queries, and late ranks receive the
+    results.
+    """
     ((_, size),) = axes
     return [_received_by(rank, size, direction, units) for rank in range(size)]
 

@@ -1,8 +1,8 @@
 """Overlap as a pass over plans: collectives become moves of single blocks, and products run as their operands arrive.
 
-It works on the plan of any schedule. For a mesh (a, b, 1) it finds what Attention2D-O orders by hand (Algs. 4-11).
-Products of a rank's own blocks come first, then those of whichever block has arrived. Results are sent while other
-products run.
+It works on the plan of any schedule. For a mesh (a, b, 1) it finds the order that Attention2D-O specifies by hand
+(Algs. 4-11). Products of a rank's own blocks come first, then products of blocks in the order of arrival. Results are
+sent while other products run.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ RankBlock = tuple[int, str, int]
 
 
 def overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Plan:
-    """Return the same products on the same ranks with the same bytes, in the order that `simulate` finds fastest.
-
-    The order is a greedy list schedule, for products that take as long as the transfers. Two routes of operands are
+    """Return the same products on the same ranks with the same bytes, in the fastest order according to `simulate`. The
+    order is a greedy list schedule that assumes products to take as long as transfers. Two routes of operands are
     tried: gathered blocks passed on around their group and, if there are gathers, every block directly from its owner.
     Results are sent directly to the rank that owns the block. If some rank would then receive more bytes than in the
-    plan, they are sent as in the plan, through other ranks that add theirs.
+    plan, they are sent as in the plan, through other ranks that add their own results.
 
     Args:
         plan: the plan of all ranks.
-        needed: which pairs of blocks meet; other products are left out.
+        needed: the pairs of blocks that meet; other products are left out.
         sizes: bytes of a block, by kind.
 
     Returns:
@@ -52,11 +51,11 @@ def overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Pla
 class _ListScheduler:
     """Builds the plan step by step.
 
-    Time is counted in ticks, each one product long: tick t becomes step t of the plan. A rank starts at most one
+    Time is counted in ticks of one product each: tick t becomes step t of the plan. A rank starts at most one
     product per tick. Transfers are posted between products, and wait for free links.
 
     Args:
-        source: for each operand that a rank needs from another rank, the rank that sends it.
+        source: the sender of each operand that a rank needs from another rank.
     """
 
     def __init__(self, plan: Plan, needed: BlockMask, costs: Costs, source: dict[RankBlock, int]) -> None:
@@ -132,7 +131,7 @@ class _ListScheduler:
         return -gain / self.costs.transfer[kind], self.distance(rank, block), unit
 
     def distance(self, rank: int, block: int) -> int:
-        """Return how many ranks before this one the block's owner is, modulo the number of ranks."""
+        """Return the distance from the block's owner up to this rank, modulo the number of ranks."""
         return (rank - owner(block, self.blocks_per_rank)) % self.plan.size
 
     def link_free(self, src: int, dst: int) -> float:
@@ -167,7 +166,7 @@ class _ListScheduler:
     def urgency(self, rank: int, q: int, kv: int) -> tuple:
         """Return the sort key of a product.
 
-        Products that complete a result for another rank come first, those whose results stay on this rank last.
+        Products that complete a result for another rank come first; products whose results stay on this rank come last.
         """
         lacking = [self.missing[unit] for unit in self.leaving(rank, q, kv)]
         return (not lacking, min(lacking, default=0), self.distance(rank, q), self.distance(rank, kv))
@@ -218,10 +217,8 @@ def _products(plan: Plan, needed: BlockMask) -> list[set[tuple[int, int]]]:
 def _next_ranks(
     plan: Plan, results: set[RankBlock], source: Mapping[RankBlock, int], sizes: Mapping[str, float]
 ) -> dict[RankBlock, int]:
-    """Return, for each result that is sent to another rank, the rank that it is sent to.
-
-    That is the owner of its block. If some rank would then receive more bytes than in the plan, it is the next rank on
-    the plan's route.
+    """Return the receiver of each result that is sent to another rank. It is the owner of the result's block or, if
+    some rank would then receive more bytes than in the plan, the next rank on the plan's route.
     """
     target = {unit: owner(unit[2], plan.blocks_per_rank) for unit in results}
     planned = {

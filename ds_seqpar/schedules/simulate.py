@@ -1,6 +1,6 @@
-"""The simulator: from programs and a cost model to a timeline. It needs no process and no tensor.
+"""The simulator: turns programs and a cost model into a timeline. It does not need processes or tensors.
 
-In this model a rank does one thing at a time. Transfers run beside it, each on the links that it occupies, and a link
+In this model a rank does one thing at a time. Transfers run in parallel, each on the links that it occupies, and a link
 carries one transfer at a time. A transfer starts when both ends have posted it and all its links are free. `Costs`
 defines how long everything takes: each rank has one link in and one link out, and only products and transfers take
 time.
@@ -78,9 +78,8 @@ class Costs:
         )
 
     def balanced(self, plan: Plan) -> Costs:
-        """Return the same costs with another time of products.
-
-        With it the busiest rank computes for as long as the busiest link in is occupied.
+        """Return the same costs with another duration of products, such that the busiest rank computes for as long as
+        the busiest link in is occupied.
         """
         unit = dataclasses.replace(self, product=1.0)
         return dataclasses.replace(self, product=communication(plan, self) / computation(plan, unit))
@@ -112,9 +111,8 @@ UNSPLIT = HeadSplit()
 
 
 def programs_of(plan: Plan, head_split: HeadSplit = UNSPLIT) -> list[Program]:
-    """Return all CP ranks' programs, for results that are sent in accum_dtype.
-
-    They are those of one Ulysses rank, since all Ulysses ranks do the same at the same time; head chunks are alike.
+    """Return all CP ranks' programs, for results that are sent in accum_dtype. The programs are those of one Ulysses
+    rank, since all Ulysses ranks do the same at the same time; all head chunks are the same.
     """
     inner = [
         lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.blocks_per_rank)
@@ -130,7 +128,7 @@ def programs_of(plan: Plan, head_split: HeadSplit = UNSPLIT) -> list[Program]:
 
 
 def _with_local_exchanges(program: Program) -> Program:
-    """Return the program with exchanges of heads that wait for no other rank."""
+    """Return the program with exchanges of heads that do not wait for other ranks."""
     code = (
         instruction._replace(ranks=(program.rank,)) if isinstance(instruction, op.ExchangeStart) else instruction
         for instruction in program.code
@@ -139,10 +137,9 @@ def _with_local_exchanges(program: Program) -> Program:
 
 
 def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
-    """Return the timeline of all ranks, in order of time; programs[r] is that of rank r.
-
-    The rank whose time is earliest is advanced. Transfers that both ends have posted occupy their links before any that
-    are posted later. Of transfers posted at the same time, the one that comes first in its program occupies them first.
+    """Return the timeline of all ranks, in order of time; programs[r] is the program of rank r. The rank with the
+    earliest time is advanced next. Transfers that both ends have posted occupy their links before transfers that are
+    posted later. Of transfers posted at the same time, the one that comes first in its program goes first.
     """
     return _Simulation(programs, costs).run()
 
@@ -218,12 +215,12 @@ class _Simulation:
             self.join(rank, instruction)
 
     def expect(self, name: Name, label: str) -> tuple[Name, int, str]:
-        """Return what a wait is for: a transfer, the number of earlier ones of its name, and its label."""
+        """Return what a wait is for: a transfer, the number of earlier ones with its name, and its label."""
         self.expected[name] += 1
         return name, self.expected[name] - 1, label
 
     def spend(self, rank: int, kind: str, seconds: float, label: str) -> None:
-        """Add an event of so many seconds to a rank."""
+        """Add an event of this many seconds to a rank."""
         if seconds > 0:
             self.events.append(Event(rank, kind, self.now[rank], self.now[rank] + seconds, label))
             self.now[rank] += seconds

@@ -1,7 +1,7 @@
 """A schedule without Python: the plans of a file, which `show --plan` prints and the setting `"file:PATH"` reads.
 
-A file has the plan of each direction: a head, and a row for each step with a column for each rank. Two spaces or more
-divide columns, and "#" begins a line of comment. docs/choosing_settings.md says what the actions mean.
+A file contains a plan for each direction: a header, and a row for each step with a column for each rank. Two or more
+spaces separate columns, and "#" begins a comment line. docs/choosing_settings.md explains the actions.
 
     mine forward, 2 ranks
     step  rank 0                      rank 1
@@ -46,7 +46,7 @@ def parse(text: str) -> dict[str, Plan]:
     """Return direction -> plan of a file's text.
 
     Raises:
-        PlanError: The text is not that of two plans; the message has the lines around the wrong one, which is marked.
+        PlanError: The text is not two plans; the message shows the lines around the wrong one, which is marked.
     """
     lines = [line.rstrip() for line in text.splitlines() if not line.startswith("#")]
     tables = [[*table] for filled, table in itertools.groupby(lines, bool) if filled]
@@ -120,15 +120,15 @@ def _key(text: str) -> Key:
 def read(name: str, schedules: Iterable[Schedule]) -> Schedule:
     """Return the schedule of a file.
 
-    It has the layouts under which its plans compute all that a causal mask leaves, in the order of `schedules`.
+    It has the layouts under which its plans compute everything that a causal mask leaves, in the order of `schedules`.
 
     Args:
         name: "file:PATH".
-        schedules: Those whose layouts are tried.
+        schedules: The schedules whose layouts are tried.
 
     Raises:
         ConfigError: The file cannot be read.
-        PlanError: A plan would compute something else than attention, or hang; see `parse` and `validate`.
+        PlanError: A plan would compute something other than attention, or hang; see `parse` and `validate`.
     """
     place = f"{SECTION}.schedule {name}"
     try:
@@ -198,8 +198,7 @@ def _layouts(plans: Mapping[str, Plan], schedules: Iterable[Schedule]) -> tuple[
 
 
 def _axes(plans: Mapping[str, Plan]) -> tuple[Axes, tuple[str, ...]]:
-    """Return the axes of a grid of ranks, along which all collectives are, and the names of those that have some.
-
+    """Return the axes of a grid of ranks that contains all collectives, and the names of the axes with collectives.
     Process groups are made along axes, the same on all ranks.
     """
     size = plans["forward"].size

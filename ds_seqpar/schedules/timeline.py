@@ -1,4 +1,4 @@
-"""What simulated ranks do when: events, their durations, and the trace that Perfetto shows."""
+"""The timeline of simulated ranks: events, their durations, and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRACKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What `rank` does from `start` to `end`, in seconds.
+    """An activity of `rank` from `start` to `end`, in seconds.
 
     A kind is "product", "merge", "copy", "post" (messages and collectives are started), "wait", "move" (a message or a
     shard of a collective arrives) or "exchange" (tensors of other Ulysses ranks arrive).
@@ -68,10 +68,10 @@ class Timeline:
         """Write a JSON file in Chrome's trace event format, for ui.perfetto.dev.
 
         A rank is a process ("pid", named by an event "M"). Its tracks are "compute" and "receive", with a "receive 2"
-        where messages overlap. An Event is a complete event ("X"), its times in microseconds and its kind as "cat".
+        if messages overlap. An Event is a complete event ("X"), its times in microseconds and its kind as "cat".
 
         Args:
-            title: What ranks are called, before their number.
+            title: The name of ranks, before their number.
 
         Raises:
             ConfigError: if the file cannot be written.
@@ -84,7 +84,7 @@ class Timeline:
 
 
 def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:
-    """Return (lane, event) for each event, by start time; an event is put in the first lane that is free then."""
+    """Return (lane, event) for each event, by start time; an event is put in the first free lane."""
     placed, ends = [], list[float]()
     for event in sorted(events, key=lambda event: (event.start, event.end)):
         lane = next((lane for lane, end in enumerate(ends) if end <= event.start), len(ends))

@@ -1,4 +1,4 @@
-"""Check a plan without a process or a tensor: plans from files, and in tests and `show` those that schedules build."""
+"""Check plans without processes or tensors: plans from files and, in tests and `show`, plans that schedules build."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Products = set[tuple[int, int]]  # (q block, kv block)
 def validate(plan: Plan, needed: Iterable[tuple[int, int]]) -> None:
     """Check a plan.
 
-    - Every needed (q block, kv block) product is computed, and none twice.
-    - Every operand is present when it is used, and is not brought twice.
+    - Every needed (q block, kv block) product is computed exactly once.
+    - Every operand is present when it is used, and arrives only once.
     - Every send is received in the same step, and members of a collective agree on its order.
     - Every accumulator ends merged on its owner and nowhere else.
 
@@ -76,8 +76,8 @@ class _Validator:
     def check_matched(self, steps: tuple[Step, ...]) -> None:
         """Check that actions of several ranks are in the steps of all of them, in the same order.
 
-        The order must be the same for each pair of ranks in each direction, and for each group. Then posts in program
-        order meet, and no message reaches the wrong buffer.
+        The order must be the same for each pair of ranks in each direction, and for each group. Posts in program order
+        then match, and no message reaches the wrong buffer.
         """
         for field in ("gathers", "moves", "results", "reduces"):
             orders: list[dict[Key, list[Action]]] = [defaultdict(list) for _ in steps]
@@ -166,7 +166,7 @@ class _Validator:
                 self.results[member][reduce.kind, key] |= {p for p in products if p[reduce.kind == "dkv"] in key}
 
     def check_results(self) -> None:
-        """Fail unless every needed product is done and is in the results on its owners, and nowhere else."""
+        """Fail unless every needed product is done and is contained in its owners' results, and nowhere else."""
         for due in sorted(self.merging):
             self.merge(due)
         if missing := self.needed - self.done:

@@ -1,11 +1,11 @@
 """DeepSpeed's collective in shared memory, an op in C++, and the lock file that guards its compilation.
 
-With this op the processes of one machine without GPUs all-reduce. DeepSpeed compiles it when it first starts there. Of
-several processes that start at once, one compiles, and the others wait until its lock file is gone. If that process
-is interrupted, the file remains, and every later start would wait for ever without a message. So the lock file is
-checked before DeepSpeed starts.
+The processes of a machine without GPUs use this op for all-reduce. DeepSpeed compiles it when it first starts there. If
+several processes start at once, one compiles, and the others wait until its lock file is gone. If that process is
+interrupted, the file remains, and every later start would wait forever without a message. So the lock file is checked
+before DeepSpeed starts.
 
-What DeepSpeed compiles stays with the environment that it was compiled for, however ranks are launched.
+Compiled ops stay with the environment for which they were compiled, regardless of how ranks are launched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEW_LOCK = 2.0  # seconds: the owner of a younger lock file may not have it open
 
 
 def _use_environment() -> None:
-    """Make torch compile into the environment, where that is writable.
+    """Make torch compile into the environment, if that is writable.
 
     torch's own folder is in the user's home, where other environments put their ops and rebuild these.
     """
@@ -49,7 +49,7 @@ def compile_op() -> bool:
 
 @contextlib.contextmanager
 def telling_time(what: str, every: float = 10.0) -> Iterator[None]:
-    """Context manager in which a line on stdout says, every so many seconds, how long it has been."""
+    """Context manager in which a line on stdout regularly says how much time has passed."""
     start, done = time.monotonic(), threading.Event()
 
     def tell() -> None:
@@ -68,8 +68,8 @@ def telling_time(what: str, every: float = 10.0) -> Iterator[None]:
 def prepare_start() -> None:
     """Prepare a rank for the start of DeepSpeed: wait while another process compiles the op.
 
-    The first rank of a machine also removes the shared memory files that earlier runs left behind, and says where what
-    comes next compiles the op.
+    The first rank of a machine also removes the shared memory files that earlier runs left behind, and says so if the
+    op is compiled next.
     """
     wait_for_compiler()
     if (lock := lock_file()) is not None and _is_first_of_machine():
@@ -82,14 +82,14 @@ def prepare_start() -> None:
 
 
 def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None = None) -> None:
-    """Return once no other process compiles the op; at once where DeepSpeed has started and so loaded it.
+    """Return once no other process compiles the op; at once if DeepSpeed has started and so loaded it.
 
-    A lock whose owner is gone is removed: nobody has it open. That can be determined on Linux alone, and not on every
-    file system of several machines. Otherwise the message says what to remove, and waiting goes on.
+    A lock whose owner is gone, i.e. which nobody has open, is removed. That can be determined only on Linux, and not on
+    every shared file system. Otherwise the message says what to remove, and waiting continues.
 
     Args:
         patience: seconds after which a message, printed once, says what is waited for.
-        say: takes a message; default: logs it, once a node.
+        say: takes a message; default: logs it once per node.
     """
     from deepspeed import comm
 
@@ -108,7 +108,7 @@ def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None 
 
 
 def lock_file() -> Path | None:
-    """Return where the lock is while the op is being compiled; None where DeepSpeed compiles none."""
+    """Return the path of the lock while the op is being compiled; None if DeepSpeed does not compile one."""
     from deepspeed.accelerator import get_accelerator
 
     from ...base import compat

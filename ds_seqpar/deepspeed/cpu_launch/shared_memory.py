@@ -1,8 +1,7 @@
 """The shared memory of DeepSpeed's CPU op: one file of 66 MiB for each rank, which DeepSpeed makes and never removes.
-
-DeepSpeed makes the files where its launcher starts all ranks on one machine without GPUs. Each rank maps the files of
-all ranks. `unname` removes their names once every rank has mapped them; then the memory is freed when the last rank
-ends, however it ends. `remove_left_behind` removes the files of runs that ended before `unname`, or never call it, as
+DeepSpeed makes the files if its launcher starts all ranks on one machine without GPUs. Each rank maps the files of all
+ranks. `unname` removes their names once every rank has mapped them; the memory is then freed when the last rank ends,
+in whatever way. `remove_left_behind` removes the files of runs that ended before `unname` or never call it, such as
 runs of DeepSpeed without this package.
 """
 
@@ -25,7 +24,7 @@ NAME = "deepspeed_allreduce_buffer_{user}_{address}_{port}_{rank}"
 def remove_left_behind(say: Callable[[str], None]) -> None:
     """Remove this user's files that no process has open, and report it.
 
-    Files with the names of this run are kept: its ranks, which may be starting already, use them again.
+    Files with the names of this run are kept: its ranks may already be starting, and use them again.
 
     Args:
         say: takes a message.
@@ -64,12 +63,12 @@ def _matching(files: Iterable[Path]) -> list[Path]:
 
 
 def remove_unheld(file: Path) -> int | None:
-    """Remove a file of this user that no process has open or mapped. Returns its bytes, None where it is kept.
+    """Remove a file of this user that no process has open or mapped. Returns its size in bytes, or None if it is kept.
 
     It is kept on systems other than Linux.
 
     The kernel grants a lease for writing only on a file that nobody else has open: no other user, no other container.
-    Whoever opens the file while the lease lasts waits. The signal of that would end this process by default.
+    Anyone who opens the file during the lease waits. The resulting signal would end this process by default.
     """
     if sys.platform != "linux":
         return None

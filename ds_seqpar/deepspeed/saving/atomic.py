@@ -1,7 +1,5 @@
-"""Write a checkpoint so that it is complete or absent, whenever a rank is killed.
-
-Ranks write into a folder beside it, sync their files to the disk and agree that every file is complete. Then one
-rename makes that folder the checkpoint.
+"""Write a checkpoint so that it is complete or absent, even if a rank is killed. Ranks write into a folder next to it,
+sync their files to the disk and agree that every file is complete. Then one rename makes that folder the checkpoint.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ class AtomicCheckpoint:
 
     Attributes:
         path: The folder to write into. It becomes `folder / name`.
-        error: What this rank could not write.
-        needed: How many bytes that has, 0 where it is not known.
+        error: The error of this rank's write, if any.
+        needed: Number of bytes to write; 0 if unknown.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -47,11 +45,11 @@ class AtomicCheckpoint:
 
     @contextlib.contextmanager
     def keeping_errors(self, *written: Any) -> Iterator[None]:
-        """Context manager that holds an exception back until the end, because other ranks continue and wait for this
+        """Context manager that holds back an exception until the end, because other ranks continue and wait for this
         one.
 
         Args:
-            *written: What is being written: tensors, or what has some in it.
+            *written: What is being written: tensors, or objects that contain some.
         """
         try:
             yield
@@ -77,7 +75,7 @@ class AtomicCheckpoint:
         return wrong
 
     def sync(self, rank: int, leads: bool) -> None:
-        """Write this rank's files to the disk. Raises OSError where that fails, or a file is not complete."""
+        """Sync this rank's files to the disk. Raises OSError if that fails or a file is incomplete."""
         for path in sorted(self.path.rglob("*")):
             match = RANK.search(path.name)
             if not path.is_file() or not (int(match[1]) == rank if match else leads):
@@ -87,7 +85,7 @@ class AtomicCheckpoint:
                 raise OSError(f"{path.name} is not complete")
 
     def publish(self, latest: bool) -> None:
-        """Make the folder a checkpoint, and with `latest` the one that DeepSpeed loads by default."""
+        """Make the folder a checkpoint; with `latest`, the one that DeepSpeed loads by default."""
         target, former = self.folder / self.name, self.folder / FORMER / self.name
         if target.exists():  # which no rename replaces at once; `recover` puts it back
             former.parent.mkdir(exist_ok=True)
@@ -110,11 +108,11 @@ def atomic_checkpoint(
         group: The group of all ranks.
         folder: The folder of checkpoints.
         name: The checkpoint's name in it.
-        leads: Whether this rank renames: one rank of those that see the same folder.
-        latest: Whether it becomes the one that DeepSpeed loads by default.
+        leads: Whether this rank renames; one of the ranks that see the same folder.
+        latest: Whether DeepSpeed loads it by default from then on.
 
     Raises:
-        ConfigError: On every rank, where one could not write; nothing has changed then.
+        ConfigError: On every rank, if one could not write. Nothing has changed then.
     """
     checkpoint = AtomicCheckpoint(folder, name)
     with checkpoint.keeping_errors():
@@ -149,9 +147,8 @@ def _agree(group: dist.ProcessGroup, checkpoint: AtomicCheckpoint) -> None:
 
 
 def recover(folder: Path, remove: bool = True) -> None:
-    """Restore what a killed save was about to replace in a folder of checkpoints, and remove its other files.
-
-    Only the run that saves there may remove it: others may look at a folder while one is being written.
+    """Restore the files that a killed save was about to replace in a folder of checkpoints, and remove its other files.
+    Only the run that saves there may do so: others may look at a folder while a checkpoint is being written.
     """
     for former in sorted((folder / FORMER).glob("*")):
         if not (folder / former.name).exists():
@@ -161,7 +158,7 @@ def recover(folder: Path, remove: bool = True) -> None:
 
 
 def _write_at_once(path: Path, text: str) -> None:
-    """Write a text file, so that readers see the former text or the new one."""
+    """Write a text file such that readers see either the old text or the new one."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")
     _sync(draft)
@@ -173,7 +170,7 @@ def _why_nothing_can_be_written(folder: Path) -> str:
     """Return why no file can be written in a folder, such as "No space left on device"; "" if one can.
 
     torch, safetensors and numpy hide this reason: on a full disk they report an unexpected position or a failed stream.
-    What they wrote until then still takes up the space.
+    The partial files still take up space.
     """
     if folder.is_dir():
         try:
@@ -197,7 +194,7 @@ def _sync(path: Path) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file was written to its end: a zip archive, as of torch.save, has its list of contents there."""
+    """Return whether a file was written to its end: a zip archive, such as torch.save's, has its directory there."""
     if path.suffix in ARCHIVES:
         return path.is_file() and zipfile.is_zipfile(path)
     try:

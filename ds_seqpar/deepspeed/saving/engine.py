@@ -35,12 +35,12 @@ class EngineCheckpoints:
     """The methods of an engine that save and load its checkpoints, around DeepSpeed's own.
 
     Args:
-        engine: DeepSpeed's engine. Of a second object for it nothing is used.
+        engine: DeepSpeed's engine. A second object for the same engine has no effect.
         sp: The SequenceParallel that it trains with.
-        of_loop: Whether it is of a loop that nobody else saves, as of `initialize`.
+        of_loop: Whether the engine belongs to a loop that nobody else saves, as with `initialize`.
 
     Raises:
-        ConfigError: The configuration asks for a writer that goes on writing after it has returned.
+        ConfigError: The configuration requests a writer that continues writing after it has returned.
     """
 
     def __init__(self, engine: Any, sp: Sharding, of_loop: bool) -> None:
@@ -71,16 +71,16 @@ class EngineCheckpoints:
             save_dir: The folder of checkpoints.
             tag: The checkpoint's name. The default is `global_step` with the number of optimizer steps.
             client_state: What `load_checkpoint` returns.
-            save_latest: Whether it becomes the one that `load_checkpoint` takes by default.
+            save_latest: Whether `load_checkpoint` loads it by default from then on.
             exclude_frozen_parameters: Whether to leave out parameters that are not trained.
-            loader: The loader of `sp.loader` whose place is saved; default: that of `training_data`.
+            loader: The loader of `sp.loader` whose position is saved; default: that of `training_data`.
 
         Returns:
             True.
 
         Raises:
-            ConfigError: On every rank, where one cannot write, or gradients are being accumulated. Earlier checkpoints
-                stay as they are.
+            ConfigError: On every rank, if one cannot write or gradients are being accumulated. Earlier checkpoints are
+                unchanged.
         """
         engine, folder, group = self.engine, Path(save_dir), self.sp.control_world
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -118,8 +118,7 @@ class EngineCheckpoints:
         """Load a checkpoint, even if it was saved with another number of ranks, SP size or ZeRO stage. Collective over
         all ranks.
 
-        Loading the optimizer's states too continues the run: its random states and the place of its loader are
-        restored.
+        If optimizer states are loaded too, the run resumes: its random states and its loader's position are restored.
 
         Args:
             load: DeepSpeed's method.
@@ -127,12 +126,12 @@ class EngineCheckpoints:
             tag: The checkpoint's name; default: the last one that was saved.
             *options: As DeepSpeed's: load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                 load_module_only and custom_load_fn.
-            loader: The loader of `sp.loader` that goes on; default: that of `training_data`.
-            **given: The same by name.
+            loader: The loader of `sp.loader` that resumes; default: the one of `training_data`.
+            **given: The same options by name.
 
         Returns:
-            (the path that was loaded, the `client_state` that was saved); (None, None) where the folder has no
-            checkpoint yet.
+            (the path that was loaded, the `client_state` that was saved); (None, None) if the folder has no checkpoint
+            yet.
 
         Raises:
             ConfigError: On every rank, if the checkpoint is incomplete or the run cannot resume from it.
@@ -189,7 +188,8 @@ class EngineCheckpoints:
 
     def _read_loop_state(self, folder: Path, loader: Loader | None) -> dict[str, Any] | None:
         """Return the loop's state for this rank, or None if the checkpoint has none. Raises ConfigError if this loop
-        cannot go on from it."""
+        cannot resume from it.
+        """
         rank = self.engine.global_rank
         file = next((x for x in (_loop_file(folder, 0), _loop_file(folder, rank)) if x.exists()), None)
         if file is None:
@@ -245,7 +245,7 @@ class EngineCheckpoints:
     def _convert(self, source: Path) -> None:
         """Convert a checkpoint on the first rank, once for all later runs. Collective over all ranks.
 
-        It is written inside the checkpoint's folder: another run may be saving beside that.
+        It is written inside the checkpoint's folder, since another run may be saving next to it.
         """
         group = self.sp.control_world
         if assert_ranks_agree(group, "conversion", None, number=int(not (source / UNIVERSAL).exists())) == 0:
@@ -301,6 +301,6 @@ def _unknown(loader: object) -> ConfigError | None:
 
 
 def _last(folder: Path, universal: bool) -> str | None:
-    """Return the name of the checkpoint that was saved last; None without any."""
+    """Return the name of the last saved checkpoint; None if there is none."""
     file = folder / ("latest_universal" if universal else "latest")
     return file.read_text(encoding="utf-8").strip() if file.is_file() else None

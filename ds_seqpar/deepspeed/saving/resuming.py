@@ -1,8 +1,8 @@
-"""Tell whether a run can go on from files of DeepSpeed, and convert them for another number of ranks or ZeRO stage.
+"""Tell whether a run can resume from DeepSpeed's files, and convert them for another number of ranks or ZeRO stage.
 
-DeepSpeed's universal format has every parameter and each of its Adam states whole, and loads it into any partition.
-What it leaves out is restored here: the step and the settings of parameter groups, where ZeRO-3 is on one side;
-buffers, and parameters that are not trained.
+DeepSpeed's universal format contains every parameter and its Adam states whole, and can be loaded into any partition.
+What it leaves out is restored here: the step and the settings of parameter groups, if either run uses ZeRO-3; buffers;
+and parameters that are not trained.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class EngineReport:
 
 
 def inspect_engine(folder: Path, run: LoadingRun, further: Iterable[Path] = ()) -> EngineReport:
-    """Return a report on the files that this rank would read of an engine's checkpoint.
+    """Return a report on the files that this rank would read from an engine's checkpoint.
 
     Args:
         folder: The folder of its tag.
         run: The run that is to read it.
-        further: Other files and folders that must be there.
+        further: Other files and folders that must exist.
     """
     report = EngineReport(name=folder.name)
     faults = itertools.chain(map(fault_of, further), _faults(folder, run, report))
@@ -68,11 +68,11 @@ def inspect_engine(folder: Path, run: LoadingRun, further: Iterable[Path] = ()) 
 
 
 def report_of_all(group: dist.ProcessGroup | None, inspect: Callable[[], EngineReport]) -> EngineReport:
-    """Return what all ranks report on a checkpoint, with the ranks that find a fault. Collective over the group.
+    """Return the reports of all ranks on a checkpoint, with the ranks that find a fault. Collective over the group.
 
     Args:
         group: Of all ranks, for CPU tensors.
-        inspect: Returns this rank's report. What it raises is a fault: a damaged file may raise anything.
+        inspect: Returns this rank's report. Any exception counts as a fault: a damaged file may raise anything.
     """
     try:
         report = inspect()
@@ -128,7 +128,7 @@ def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str
 
 
 def _unconvertible(path: Path, zero: Zero) -> str:
-    """Return why DeepSpeed cannot convert a checkpoint; "" where it can."""
+    """Return why DeepSpeed cannot convert a checkpoint; "" if it can."""
     same = "start as many ranks, under the same ZeRO stage, as the run that wrote it"
     if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
         return f"DeepSpeed converts no checkpoint of what is offloaded to NVMe: {same}"
@@ -145,7 +145,7 @@ def fault_of(path: Path) -> str:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write an engine's checkpoint in DeepSpeed's universal format, as runs of every ZeRO stage from 1 on read it.
+    """Write an engine's checkpoint in DeepSpeed's universal format, which runs with ZeRO stage 1 or higher can read.
 
     Args:
         source: The folder of the checkpoint's tag.

@@ -1,4 +1,4 @@
-"""The triangle: causal attention in which a rank receives what its tile of the causal triangle needs, and no more.
+"""The triangle: causal attention in which a rank receives only what its tile of the causal triangle needs.
 
 docs/choosing_settings.md derives it with diagrams: which rank owns which chunks, that every product is computed once,
 and the bytes.
@@ -23,16 +23,16 @@ from .tiling import Stop, Tiling, pair_of, tiling
 def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
     """Return the steps of the triangle, in which ranks are the tiles of the causal triangle.
 
-    Rank (i, j), j < i < T, computes q of sequence block i with k/v of block j, each of T - 1 chunks. Of the diagonal it
-    computes what costs no bytes: in block i all early queries that see its own early k/v chunk, and in block j all k/v
-    that its own late query chunk sees. Every rank then has T (T - 1) products of chunks, where half-visible ones count
-    half. With R strips to a block its tile is one strip of q and a whole block of k/v: `Tiling`.
+    Rank (i, j), j < i < T, computes q of sequence block i with k/v of block j, each of T - 1 chunks. On the diagonal it
+    computes the products that cost no bytes: in block i, all early queries that see its own early k/v chunk, and in
+    block j, all k/v that its own late query chunk sees. Every rank then has T (T - 1) products of chunks; half-visible
+    ones count half. With R strips to a block its tile is one strip of q and a whole block of k/v: `Tiling`.
 
-    Chunks rotate: q round a row's ranks in T - 2 hops, k/v round a column's in R (T - 1) - 1; then results are sent on
-    the same routes to the chunks' owners. A hop of k/v starts in every second step. A hop of q starts in the step
-    before one of k/v, spaced so that both last equally long. Each may arrive until the next one starts, so a rank
-    passes one on without waiting for the other. Plans number chunks by their owner: rank r has 2 r, which is late in
-    block j, and 2 r + 1, early in block i.
+    Chunks rotate: q around a row's ranks in T - 2 hops, k/v around a column's ranks in R (T - 1) - 1 hops. Then results
+    are sent to the chunks' owners on the same routes. A hop of k/v starts in every second step. A hop of q starts in
+    the step before one of k/v, spaced so that both last equally long. Each may arrive until the next one starts, so a
+    rank passes one on without waiting for the other. Plans number chunks by their owner: rank r has 2 r, which is late
+    in block j, and 2 r + 1, early in block i.
 
     Raises:
         ConfigError: A query sees a later chunk, or moving_side is "q" (both sides move here).
@@ -52,9 +52,8 @@ def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_s
 
 
 def can_compute(q: int, kv: int) -> bool:
-    """Return whether the k/v chunk is at the query chunk's place or before it.
-
-    Without strips that depends on their numbers alone.
+    """Return whether the k/v chunk is at the query chunk's place or before it. Without strips, that depends only on
+    their numbers.
     """
     blocks = pair_of(max(q, kv) // 2)[0] + 1
     return _is_causal(tiling(blocks * (blocks - 1) // 2, 1), q, kv)
@@ -91,10 +90,8 @@ class _Triangle(Counted):
         return frozenset(q for q, _ in pairs), frozenset(kv for _, kv in pairs)
 
     def groups(self, rank: int, side: str) -> list[int]:
-        """Return the strips (side q) or blocks (side kv) of which a rank has or gets a chunk.
-
-        Its row's strip or its own block is first, the others descend. So any two ranks have their common groups in the
-        same order.
+        """Return the strips (side q) or blocks (side kv) of which a rank has or receives a chunk. Its row's strip or
+        its own block is first, and the others descend. So any two ranks have their common groups in the same order.
         """
         i, strip, j = self.tiles.tile(rank)
         if side == "kv":
@@ -152,8 +149,8 @@ class _Triangle(Counted):
     def timed(self, rank: int) -> list[list[tuple[int, int]]]:
         """Return a rank's products by step.
 
-        A step has those whose results must leave in it, and up to an equal share of all that are left. Of products that
-        can be computed, those come first whose results leave first.
+        A step has the products whose results must leave in it, up to an equal share of all remaining products. Among
+        computable products, those whose results leave first come first.
         """
         far = {side: self.away(rank, side) for side in ("q", "kv")}
         waiting = []
@@ -171,7 +168,7 @@ class _Triangle(Counted):
         return steps
 
     def away(self, rank: int, side: str) -> dict[int, int]:
-        """Return the distance in hops of each chunk that comes to a rank, without its own, which are 0 hops away."""
+        """Return the distance in hops of each chunk that a rank receives; its own, at 0 hops, are left out."""
         hops: dict[int, int] = {}
         for number in self.groups(rank, side):
             for chunk, visits in self.visits(side, number):
@@ -190,7 +187,8 @@ class _Triangle(Counted):
         return self.starts(side, hops + 1) if hops else 0
 
     def leaves(self, side: str, hops: int) -> int:
-        """Return the step in which the results of a chunk from `hops` hops away leave; those of own chunks stay."""
+        """Return the step in which the results of a chunk from `hops` hops away leave; the results of own chunks
+        stay."""
         return self.turn + self.starts(side, hops) if hops and self.kind(side) else self.steps - 1
 
     def received(self, units: Mapping[str, float]) -> list[float]:
@@ -204,8 +202,8 @@ class _Triangle(Counted):
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
     """Return the elements that each rank receives.
 
-    Each receives T - 2 chunks of q and R (T - 1) - 1 of k/v, and as many results, less those that start with it, and
-    one more from the group that it is outside of. The elements of `Tiling.stairs` are added.
+    Each receives T - 2 chunks of q and R (T - 1) - 1 of k/v, and the same number of results, minus those that start
+    with it, plus one from the group that it is outside of. The elements of `Tiling.stairs` are added.
     """
     tiles = _tiling_of(dict(axes))
     kinds = {"q": "out"} if direction == "forward" else {"q": "dq", "kv": "dkv"}
@@ -226,7 +224,7 @@ def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, f
 
 
 def _foreign(route: Sequence[Stop], at: int) -> int:
-    """Return how many chunks from outside start directly before a member.
+    """Return the number of outside chunks that start directly before a member.
 
     The member is the first to have a result for them.
     """

@@ -1,4 +1,6 @@
-"""The causal half of attention as tiles, one for each rank: which chunks a rank owns, and with which ranks it works."""
+"""The causal half of attention as tiles, one for each rank: the chunks that a rank owns, and the ranks that it works
+with.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ class Tiling:
     the first i are early. Of some strip of block j it owns a late one, at j or after. Chunks have two numbers: their
     `place` in the sequence, and that of the plan, 2 rank for a late one and 2 rank + 1 for an early one.
 
-    Products inside a block are in no tile. Those of one strip's early chunks, or of late queries, cost a row or column
-    no bytes. The rest is the staircase: early queries of a strip with k/v of the strips before it in its block. A rank
-    of the row takes some of those k/v chunks (`fetched`), as many as cost about what a query costs. The others are left
+    Products inside a block are not in any tile. Products of one strip's early chunks, or of late queries, cost a row or
+    column no bytes. The rest is the staircase: early queries of a strip with k/v of the strips before it in its block.
+    A rank of the row takes some of these k/v chunks (`fetched`), up to about the cost of a query. The others are left
     to ranks of the block's column, which take the query instead (`lent`).
     """
 
@@ -96,8 +98,8 @@ class Tiling:
     def route(self, side: str, number: int) -> list[Stop]:
         """Return a group's route: each chunk starts at a stop and moves on by one stop a turn.
 
-        Those that come from outside are spread evenly between the members', so that all members' results have equally
-        far to go. The route is empty without members.
+        Outside chunks are spread evenly between the members' chunks, so that all members' results travel equally far.
+        The route is empty without members.
         """
         chunks, ranks = self.members(side, number), set(self.group(side, number))
         members = [chunk for chunk in chunks if chunk // 2 in ranks]
@@ -111,17 +113,16 @@ class Tiling:
     # ---- the staircase
 
     def fetched(self, strip: int) -> int:
-        """Return how many of the k/v chunks before a strip, in its block, the row takes.
-
-        They are the first ones, at most 2, 6 or 12 a rank for 2, 4 or 8 strips. Where no column can take the others,
-        the row takes all. A query with its result costs as much as R k/v chunks where R queries share a key; some more
-        balance the work better. The n-th chunk goes to the row's rank n % i.
+        """Return the number of k/v chunks before a strip, in its block, that the row takes. They are the first ones, at
+        most 2, 6 or 12 per rank for 2, 4 or 8 strips. If no column can take the others, the row takes all. A query with
+        its result costs as much as R k/v chunks if R queries share a key; a few more balance the work better. The n-th
+        chunk goes to the row's rank n % i.
         """
         block, before = strip // self.strips, strip % self.strips * self.long
         return min(before, 3 * self.strips // 4 * 2 * block) if block < self.long else before
 
     def _left(self) -> list[int]:
-        """Lend queries, and return twice the products of chunks that each rank has of the diagonal and the staircase.
+        """Lend queries, and return twice the number of chunk products of each rank on the diagonal and the staircase.
 
         The products of its late queries are not counted. Queries with the most products are lent first, to the ranks of
         the column that have the fewest.
