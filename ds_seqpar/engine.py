@@ -402,7 +402,7 @@ def assert_same_training(
     """Raise DisagreementError on all ranks of a group unless all train with the same DeepSpeed JSON and arguments.
 
     Args:
-        group: Of all ranks, for CPU tensors.
+        group: The group of all ranks, for CPU tensors.
         json: The JSON that DeepSpeed receives; None without DeepSpeed.
         given: Optimizers, schedulers and other arguments, by their names in errors.
         model: The model; its parameters must have the same shapes and the same frozen ones on all ranks.

@@ -99,7 +99,7 @@ class StepDealer:
 
         Args:
             samples: The step's samples, in the same order on all ranks; each is a batch of one row.
-            error: Of this rank, which all ranks then raise.
+            error: This rank's error, which all ranks then raise.
 
         Returns:
             The micro-batches, the same number for each group. With their `num_items_in_batch`, the sum of their losses
@@ -208,7 +208,7 @@ class StepDealer:
 
         Args:
             dealt: The packs of the step.
-            costs: Of its samples.
+            costs: Costs of its samples.
             shared: The documents of each pack that this group shares.
         """
         sp, cut, received = self.sp, 0, 0

@@ -34,7 +34,7 @@ def draw(
     lower lane transfers and exchanges of heads that arrive. Time is in products of two blocks.
 
     Args:
-        slower: Duration of the timeline, over that of its products, or its transfers, alone.
+        slower: Duration of the timeline, over the longer of its products alone and its transfers alone.
 
     Raises:
         ConfigError: if matplotlib is not installed, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""What a kernel allocates for itself in one launch, and frees before it returns, by the formulas of its source."""
+"""The memory that a kernel allocates in one launch and frees before it returns, by the formulas of its source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LaunchSize(NamedTuple):
 
     @property
     def expanded(self) -> int:
-        """Bytes of k and v, or of their gradients, for all query heads; 0 where there are as many key/value heads."""
+        """Bytes of k and v, or of their gradients, for all query heads; 0 if there are as many key/value heads."""
         repeated = self.q_heads != self.kv_heads
         return repeated * 2 * self.batch * self.columns * self.q_heads * self.head_dim * self.itemsize
 

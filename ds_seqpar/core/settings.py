@@ -234,8 +234,7 @@ class SequenceParallelConfig:
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> SequenceParallelConfig:
-        """Read the section itself. Raises ConfigError for a key that does not exist, naming the nearest one that
-        does."""
+        """Read the section itself. Raises ConfigError for a key that does not exist, naming the nearest key."""
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
         check_names(section)

@@ -23,9 +23,9 @@ def deal(tokens: Sequence[int], costs: Sequence[float], groups: int, cap: int) -
     """Return the packs of each group. The same arguments give the same result.
 
     Args:
-        tokens: of each sample, from 1 to `cap`.
-        costs: of each sample, above 0.
-        groups: how many there are.
+        tokens: tokens of each sample, from 1 to `cap`.
+        costs: cost of each sample, above 0.
+        groups: number of groups.
         cap: maximum number of tokens in a pack.
 
     Returns:
@@ -72,10 +72,10 @@ def deal_by_length(
     samples, they also share the longest of these, provided that takes less time.
 
     Args:
-        tokens: of each sample, from 1 to `cap * size`.
-        costs: of each sample, above 0.
-        groups: how many there are.
-        size: ranks of a group.
+        tokens: tokens of each sample, from 1 to `cap * size`.
+        costs: cost of each sample, above 0.
+        groups: number of groups.
+        size: number of ranks in a group.
         cap: maximum number of a rank's tokens in a pack.
         sharing: cost of a sample that fits a rank when ranks share it, over its cost on one rank.
 
@@ -128,11 +128,11 @@ def _whole(
     """Return the samples of each rank, for each group, in as few micro-batches as possible.
 
     Args:
-        samples: Their numbers.
-        tokens: Of all samples.
-        costs: Of all samples.
+        samples: Numbers of the samples.
+        tokens: Tokens of each sample.
+        costs: Cost of each sample.
         taken: What a rank of each group has to do before.
-        size: Ranks of a group.
+        size: Number of ranks in a group.
         cap: Maximum number of a rank's tokens in a micro-batch.
     """
     groups, before = len(taken), [own * size for own in taken]

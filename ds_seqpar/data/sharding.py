@@ -155,7 +155,7 @@ class Sharding:
 
         Args:
             seq: tokens of the sequence; ignored with a placement.
-            placement: of the batch, as `shard_batches` returned it.
+            placement: the batch's placement, as `shard_batches` returned it.
 
         Returns:
             int64 (local tokens,), on the CPU: global positions, or with a placement positions within documents. If
@@ -191,7 +191,7 @@ class Sharding:
         Args:
             x: (..., seq, ...), in global order; (..., rows, seq, ...) with a placement whose rows lie end to end.
             dim: the dim of the tokens; rows that lie end to end are on dim - 1.
-            placement: of the batch, if `shard_batches` returned one.
+            placement: the batch's placement, if `shard_batches` returned one.
 
         Returns:
             (..., local tokens, ...); for rows that lie end to end, (..., 1, local tokens, ...).
@@ -218,7 +218,7 @@ class Sharding:
         Args:
             x: (..., local tokens, ...), this rank's tokens; (..., 1, local tokens, ...) for rows that lie end to end.
             dim: the dim of the tokens.
-            placement: of the batch, if it has one. A tensor does not show that the placement was left out.
+            placement: the batch's placement, if it has one. A tensor does not show that the placement was left out.
 
         Returns:
             (..., seq, ...); for rows that lie end to end, (..., rows, seq, ...).
@@ -455,7 +455,7 @@ def mean_of(groups: Groups, losses: object, error: SeqParError | None = None) ->
     Args:
         groups: this rank's groups.
         losses: a floating point tensor of one element, or an iterable of one per micro-batch.
-        error: of this rank, which all ranks then raise.
+        error: this rank's error, which all ranks then raise.
 
     Returns:
         (the mean over all ranks, computed in fp64; the mean of this rank's losses, 0-dim, in their dtype).

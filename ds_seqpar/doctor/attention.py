@@ -191,7 +191,7 @@ def define(
     """Return out, dq, dk, dv (tokens, heads, head_dim) and the log-sum-exp (tokens, heads), all in fp64.
 
     Args:
-        job: What is examined.
+        job: The job.
         tensors: q, k, v and do (1, tokens, heads, head_dim).
         seen: Which keys a query sees, bool (queries, keys).
         computed: Which products of a query and a key are added up, under the right log-sum-exp; default: `seen`.
@@ -256,7 +256,7 @@ def _cause(
     """Return an explanation of a wrong result: the first guess close to it, in a head and a block; "" if none is.
 
     Args:
-        job: What is examined.
+        job: The job.
         case: The mask.
         tensors: q, k, v and do.
         at: The index in NAMES of the result.

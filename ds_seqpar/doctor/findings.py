@@ -86,7 +86,7 @@ def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[s
     """Run checks, and return the findings of all ranks, the same on each rank. Collective over the world.
 
     Args:
-        job: What is examined.
+        job: The job.
         checks: Each with a name for its errors.
         progress: Called with the name of the check that begins.
     """

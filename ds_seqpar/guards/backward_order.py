@@ -88,7 +88,7 @@ class Calls(Guard):
         """Count a call. Use it in the forward of an autograd function, before anything is sent.
 
         Args:
-            name: of the call, for errors.
+            name: name of the call, for errors.
             layer: the layer, if a patched model makes the call.
             sends: whether the forward sends anything; a replay does not.
         """

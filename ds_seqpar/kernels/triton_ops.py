@@ -108,7 +108,7 @@ def launch(
 
 
 def _strides(strides: Sequence[int], dims: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of the four dimensions of rows, 0 where there is one element, and that in a row."""
+    """Return the strides of the four dimensions of rows, 0 for dimensions of one element, and the stride in a row."""
     rows = [*[0] * (4 - dims), *strides[:dims]]
     return *(stride if size > 1 else 0 for stride, size in zip(rows, sizes, strict=True)), *strides[dims:]
 

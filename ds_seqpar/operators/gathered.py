@@ -149,7 +149,7 @@ def gather(peers: Runtime, xs: Sequence[Tensor], segments: Segments) -> list[Ten
         peers: This rank among all that share the sequence (`Runtime.one_ring`).
         xs: The same number on all ranks. Ranks agree in dtypes, in all sizes but the tokens, and in which tensors have
             gradients.
-        segments: Of all ranks.
+        segments: The segments of all ranks.
     """
     found: dict[int, Tensor] = {}
     for kind in dict.fromkeys((x.dtype, x.requires_grad) for x in xs):

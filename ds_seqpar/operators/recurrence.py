@@ -229,7 +229,7 @@ def exchange_heads(runtime: Runtime, tensors: Sequence[Tensor], tokens: Sequence
         runtime: This rank's.
         tensors: The tensors to exchange. Tensors of the same dtype go in one message. If there are fewer heads than
             Ulysses ranks, each rank receives the head that its share of more heads would read.
-        tokens: Of each Ulysses rank.
+        tokens: Tokens of each Ulysses rank.
         inward: The direction.
     """
     exchanged: dict[int, Tensor] = {}

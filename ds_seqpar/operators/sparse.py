@@ -35,11 +35,11 @@ def top_keys(
 
     Args:
         q: The index's queries of this rank (B, s, heads, D), in the dtype of scores.
-        weights: Of the heads (B, s, heads).
+        weights: Weights of the heads (B, s, heads).
         keys: The index's keys of all tokens (B, T, D).
         pieces: This rank's tokens.
         count: Maximum number of keys that a query picks.
-        scale: Of a head's scores.
+        scale: Factor of a head's scores.
 
     Returns:
         (B, s, n) int64, where n is `count` or less: keys, counted from the first of the query's document. A query that
@@ -63,11 +63,11 @@ def top_kept(
     Args:
         runtime: This rank's among all that share the sequence (`Runtime.one_ring`).
         q: The index's queries (B, 1, heads, D), the same on all ranks.
-        weights: Of the heads (B, 1, heads).
+        weights: Weights of the heads (B, 1, heads).
         keys: The index's keys of this rank (B, n, D).
         counts: Number of these keys in each row; a single number applies to all rows.
         count: Maximum number of keys, from all ranks, that a row picks.
-        scale: Of a head's scores.
+        scale: Factor of a head's scores.
 
     Returns:
         (B, 1, count) int64: indices into this rank's keys; n if another rank has the key.
@@ -125,7 +125,7 @@ def sparse_attention(
         matrix: The matrix that expands a latent to keys and values (H, R, D + Dv).
         picks: As from `top_keys` (B, s, n), without duplicates, and with at least one key that the query sees.
         pieces: This rank's tokens.
-        scale: Of scores.
+        scale: Factor of scores.
         sinks: An additional score per head (H,), without a value; None if there are none.
 
     Returns:
@@ -151,7 +151,7 @@ def attention_to_kept(
         latent: The latents of this rank (B, n, R).
         matrix: As for `sparse_attention`.
         picks: As from `top_kept` (B, 1, count).
-        scale: Of scores.
+        scale: Factor of scores.
         sinks: As for `sparse_attention`.
 
     Returns:

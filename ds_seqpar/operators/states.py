@@ -80,7 +80,7 @@ def entering_states(
         segments: The runs of all ranks.
         reach: Maximum number of previous runs on which a run depends.
         states: The S' of each of this rank's runs (B, runs, ..., K, V).
-        maps: The M of each (B, runs, ..., K, K), or (B, runs, ..., 1, 1) where it is a number.
+        maps: The M of each (B, runs, ..., K, K), or (B, runs, ..., 1, 1) if it is a number.
         reverse: Whether states pass from the last run to the first.
 
     Returns:

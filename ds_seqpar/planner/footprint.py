@@ -374,7 +374,7 @@ class _StepMemory:
         return _StepMemory(alone).forward("reference", **held)
 
     def tile(self, forward: bool) -> int:
-        """Return the bytes of trl's tile of logits. Without Triton torch makes copies of what is used of it."""
+        """Return the bytes of trl's tile of logits. Without Triton, torch also copies the used part of the tile."""
         rows, vocab = min(self.rows, TILE[0]), min(self.model.vocab, TILE[1])
         copies = 0.0 if self.step.objective.triton else 3.25 if forward else 7.25
         return rows * TILE[1] * self.size + int(copies * rows * vocab * 4)

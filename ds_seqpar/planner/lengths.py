@@ -72,9 +72,9 @@ class Costs:
         """Return the samples of a step in packs of `tokens_per_rank * size` tokens.
 
         Args:
-            lengths: Of samples, in tokens.
-            seconds: What each costs.
-            groups: Of ranks.
+            lengths: Lengths of samples, in tokens.
+            seconds: Cost of each sample.
+            groups: Number of groups of ranks.
             chooses: Whether samples may be whole on a rank, in packs without messages.
 
         Raises:
@@ -111,8 +111,8 @@ class Costs:
         """Return a step of samples of these lengths, dealt as by `StepDealer`.
 
         Args:
-            lengths: Of samples, in tokens.
-            groups: Of ranks.
+            lengths: Lengths of samples, in tokens.
+            groups: Number of groups of ranks.
             chooses: Whether Ulysses may differ from the configured size if nothing else fixes it.
         """
         sizes = self.ulysses_sizes if chooses and not self.fixed else [self.step.config.ulysses]

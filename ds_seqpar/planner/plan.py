@@ -126,9 +126,9 @@ def find_plan(request: Request) -> PlanResult:
 
 
 def candidates(request: Request, rejected: Counter[tuple[str, str]]) -> Iterator[SequenceParallelConfig]:
-    """Yield each size, with each Ulysses size that shares the heads equally and each schedule, where nothing else is
-    given: in its own shape, layout and rank order, without what saves memory. What is not legal is counted in
-    `rejected`."""
+    """Yield each size, with each Ulysses size that shares the heads equally and each schedule, unless they are given,
+    in its own shape, layout and rank order, without memory settings. Illegal ones are counted in `rejected`.
+    """
     given = dict(request.given)
     if given.get("head_chunks") == "auto":
         del given["head_chunks"]
@@ -223,8 +223,7 @@ def settings_in_words(spared: Mapping[str, Any]) -> list[str]:
 
 
 def nothing_fits(request: Request, rejected: tuple[tuple[str, str], ...]) -> str:
-    """Return the message for a request that nothing fits, with suggestions that would fit. `rejected` is
-    PlanResult's."""
+    """Return the message for a request that nothing fits, with alternatives. `rejected` is PlanResult's."""
     too_large = [f"{configurations}: {why}" for configurations, why in rejected if "GiB" in why]
     reason = too_large[-1] if too_large else ": ".join(rejected[0]) if rejected else "there is no candidate"
     changes = nearest_fits(request)
@@ -272,7 +271,8 @@ def with_optimizer_on_host(request: Request) -> Request | None:
 
 def fitting_length(request: Request) -> int:
     """Return the request's length, or the next one that ranks can share, if the given schedule, or a ring, fits on as
-    many ranks as can share a sequence; else 0."""
+    many ranks as can share a sequence; otherwise 0.
+    """
     settings = {name: value for name, value in request.given.items() if value != "auto"}
     narrow = dataclasses.replace(request, given={"schedule": schedules.DEFAULT, **settings})
     configs = list(candidates(narrow, Counter()))

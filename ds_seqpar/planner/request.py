@@ -59,8 +59,9 @@ class Index(NamedTuple):
     picks: int  # most tokens that a query attends to
 
     def received(self, tokens: int, own: int, size: int) -> tuple[int, int]:
-        """Return the numbers of a row that a rank receives in all layers, (in forward, in backward), where it has `own`
-        of the row's tokens."""
+        """Return the numbers of a row that a rank receives in all layers, (in forward, in backward), if it has `own` of
+        the row's tokens.
+        """
         latents = self.layers * self.latent
         return (tokens - own) * (latents + self.own * self.keys), own * (size - 1) * latents
 
@@ -73,7 +74,7 @@ class Pictures(NamedTuple):
     patches: int  # of one
 
     def of_rank(self, config: SequenceParallelConfig, batch: int) -> int:
-        """Return how many a rank computes of those of `batch` sequences; one that has none left computes one too."""
+        """Return how many of the items of `batch` sequences a rank computes; a rank with none left computes one too."""
         number = batch * self.number
         return number if config.divide_media is False else -(-number // config.size)
 

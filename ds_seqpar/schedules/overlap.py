@@ -131,7 +131,7 @@ class _ListScheduler:
         return -gain / self.costs.transfer[kind], self.distance(rank, block), unit
 
     def distance(self, rank: int, block: int) -> int:
-        """Return the distance from the block's owner up to this rank, modulo the number of ranks."""
+        """Return the distance from the block's owner to this rank, modulo the number of ranks."""
         return (rank - owner(block, self.blocks_per_rank)) % self.plan.size
 
     def link_free(self, src: int, dst: int) -> float:

@@ -113,7 +113,7 @@ def pack_in(tensors: Sequence[Tensor], layout: MessageLayout, buffer: Tensor) ->
 
     Args:
         tensors: Local tensors (B, s, H, D).
-        layout: Of the message.
+        layout: The message's layout.
         buffer: The message (elements,). It receives (s, B, h * D of all tensors) for each Ulysses rank, with the heads
             that the rank works on.
     """
@@ -136,7 +136,7 @@ def split_in(received: Tensor, layout: MessageLayout) -> list[Tensor]:
 
     Args:
         received: (elements,), or (T, B, h * D of all tensors), where T is the number of tokens of all Ulysses ranks.
-        layout: Of the message.
+        layout: The message's layout.
 
     Returns:
         A view (B, T, h, D) for each tensor.
@@ -161,7 +161,7 @@ def unpack_out(received: Tensor, layout: MessageLayout) -> list[Tensor]:
 
     Args:
         received: (elements,), which is (s, B, h * D of all tensors) from each Ulysses rank.
-        layout: Of the message.
+        layout: The message's layout.
 
     Returns:
         Each tensor (B, s, H, D), in its own memory.

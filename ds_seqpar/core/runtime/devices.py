@@ -17,8 +17,7 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def communicator_device(group: dist.ProcessGroup) -> torch.device | None:
-    """Return this rank's device if a backend of the group has communicators on it, like NCCL on "cuda"; otherwise
-    None."""
+    """Return this rank's device if a backend of the group has communicators on it (NCCL on "cuda"), otherwise None."""
     for device_type, backend in backends(group).items():
         if device_type != "cpu" and backend not in HOST_BACKENDS:
             return torch.device(device_type, torch.accelerator.current_device_index())

@@ -56,7 +56,7 @@ class Comm(Protocol):
 
         Args:
             ranks: the CP ranks that take part.
-            kind: of the units, for counting.
+            kind: kind of the units, for counting.
             elements: how many elements arrive from other ranks, for counting.
             sent: this rank's bytes.
             received: filled with the bytes of all ranks, in `order`.
@@ -70,7 +70,7 @@ class Comm(Protocol):
 
         Args:
             ranks: the CP ranks that take part.
-            kind: of the units, for counting.
+            kind: kind of the units, for counting.
             elements: how many elements arrive from other ranks, for counting.
             sent: the bytes for each rank, in `order`.
             received: filled with the bytes from each rank, in `order`.
@@ -82,7 +82,7 @@ class Comm(Protocol):
         """Start an all-to-all among the Ulysses ranks.
 
         Args:
-            kind: of the units, for counting.
+            kind: kind of the units, for counting.
             sent: the first sizes[0][0] elements are sent to Ulysses rank 0, and so on.
             received: its first sizes[1][0] elements are filled by Ulysses rank 0, and so on.
             sizes: how many elements are sent to, and received from, each Ulysses rank.

@@ -68,8 +68,8 @@ def telling_time(what: str, every: float = 10.0) -> Iterator[None]:
 def prepare_start() -> None:
     """Prepare a rank for the start of DeepSpeed: wait while another process compiles the op.
 
-    The first rank of a machine also removes the shared memory files that earlier runs left behind, and says so if the
-    op is compiled next.
+    The first rank of a machine also removes the shared memory files that earlier runs left behind, and prints a message
+    if the op must be compiled next.
     """
     wait_for_compiler()
     if (lock := lock_file()) is not None and _is_first_of_machine():

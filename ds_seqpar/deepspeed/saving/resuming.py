@@ -71,7 +71,7 @@ def report_of_all(group: dist.ProcessGroup | None, inspect: Callable[[], EngineR
     """Return the reports of all ranks on a checkpoint, with the ranks that find a fault. Collective over the group.
 
     Args:
-        group: Of all ranks, for CPU tensors.
+        group: The group of all ranks, for CPU tensors.
         inspect: Returns this rank's report. Any exception counts as a fault: a damaged file may raise anything.
     """
     try:

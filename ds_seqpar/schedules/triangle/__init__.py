@@ -187,8 +187,7 @@ class _Triangle(Counted):
         return self.starts(side, hops + 1) if hops else 0
 
     def leaves(self, side: str, hops: int) -> int:
-        """Return the step in which the results of a chunk from `hops` hops away leave; the results of own chunks
-        stay."""
+        """Return the step in which the results of a chunk from `hops` hops away leave; results of own chunks stay."""
         return self.turn + self.starts(side, hops) if hops and self.kind(side) else self.steps - 1
 
     def received(self, units: Mapping[str, float]) -> list[float]:

@@ -145,8 +145,7 @@ def ring(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
     ring_size, rings = topology.size("ring", "inner_ring"), topology.size("outer_ring")
 
     def at(rank: int, t: int, sign: int) -> int:
-        """Return the rank t hops ahead (sign 1) or back (-1). W - 1 hops inside an inner ring make a crossing's
-        shift."""
+        """Return the rank t hops ahead (sign 1) or back (-1). W - 1 hops in an inner ring make a crossing's shift."""
         crossed, inside = divmod(t, ring_size)
         w = (rank % ring_size + sign * (crossed * (ring_size - 1) + inside)) % ring_size
         return w + ring_size * ((rank // ring_size + sign * crossed) % rings)

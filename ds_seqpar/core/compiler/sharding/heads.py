@@ -93,7 +93,7 @@ def largest_share(q_heads: int, kv_heads: int, ulysses_size: int) -> tuple[int, 
 
 
 def has_equal_shares(q_heads: int, kv_heads: int, ulysses_size: int) -> bool:
-    """Return whether all Ulysses ranks have the same number of heads, and all shared k/v heads of Ulysses ranks."""
+    """Return whether Ulysses ranks have equal numbers of heads, and shared k/v heads equal numbers of Ulysses ranks."""
     return q_heads % ulysses_size == 0 and (kv_heads % ulysses_size == 0 or ulysses_size % kv_heads == 0)
 
 
