@@ -140,6 +140,11 @@ class Inputs:
             per_node=per_node, world=world, lengths=lengths,
         )  # fmt: skip
 
+    def require_machine(self, args: argparse.Namespace) -> None:
+        """Raise ConfigError for a rank's memory on a machine that nobody named."""
+        if self.memory is not None and args.machine is None and self.config.machine == "auto":
+            raise ConfigError("--memory is of a machine's rank; got no machine, say --machine too")
+
     @property
     def per_rank(self) -> int:
         """The maximum number of a rank's tokens in a pack."""

@@ -52,10 +52,12 @@ def add_request(parser: argparse.ArgumentParser, machine: str) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.lengths is not None:
         inputs = Inputs.of(args, machine=Machine.load(DEFAULT))
+        inputs.require_machine(args)
         window = None if args.window is None else tokens("--window", args.window)
         packs.run_plan(inputs, window, args.json)
         return
     inputs, request = request_of(args, Machine.load(DEFAULT))
+    inputs.require_machine(args)
     result = plan(request)
     answer = Answer(inputs, result.best.config, None if args.sequences is None else request.job.sequences)
     if args.json:

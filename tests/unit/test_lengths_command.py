@@ -107,7 +107,7 @@ def test_a_picture_has_a_row_for_each_rank(capsys, files):
 REFUSED = [
     ("plan", ["--ranks", 8], ("tokens_per_rank", "--set")),
     ("plan", [*PACKED, "--ranks", 1], ("7000", "take more ranks", "1 ranks")),
-    ("plan", [*PACKED, "--ranks", 4, "--memory", 0.01], ("GiB", "lower tokens_per_rank")),
+    ("plan", [*PACKED, "--ranks", 4, "--memory", 0.01, "--machine", "modest"], ("GiB", "lower tokens_per_rank")),
     ("plan", [*PACKED, "--ranks", 4, "--seq-len", 8192], ("--seq-len", "leave")),
     ("memory", ["--set", "tokens_per_rank=1024", "--ranks", 4], ("4096 tokens", "7000", "cut it")),
     ("memory", [*PACKED, "--ranks", 4, "--trainer", "dpo"], ("--trainer", "--lengths")),

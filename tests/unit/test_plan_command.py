@@ -105,6 +105,11 @@ def test_what_does_not_fit_is_answered_with_one_sentence(capsys, place, words, s
     assert_refused(_plan(capsys, place, *words), *said)
 
 
+def test_memory_is_of_a_machine_that_is_named(capsys, place):
+    given = ["plan", "--model", place, "--seq-len", 16384, "--ranks", 4, "--memory", 80]
+    assert_refused(run(capsys, *given), "--memory", "--machine")
+
+
 def test_a_prompts_cache_is_the_memory_commands(capsys, place):
     given = ["memory", "--model", place, "--seq-len", 16384, "--ranks", 4, "--prompt"]
     assert "a prompt of 1,048,576 tokens keeps 0.031 GiB" in run(capsys, *given, "1M")[0]
