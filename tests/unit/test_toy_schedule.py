@@ -5,6 +5,8 @@ What it says of itself is checked in test_registry.py, its groups on real ranks 
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -128,3 +130,17 @@ def test_it_equals_dense_attention(layout, overlap, travels):
         found = attention(config, *inputs, causal=causal)
         gradients = found.out, found.dq, found.dk, found.dv
         assert_exact(gradients, dense(*inputs, causal=causal), (size, ulysses, seats))
+
+
+@pytest.mark.parametrize("travels", ["kv", "q"])
+def test_the_pages_schedule_equals_dense_attention(travels):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "contributing.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(block, {})
+    try:
+        config = Config(size=4, ulysses=1, schedule="backward_ring", rotate_forward=travels, rotate_backward=travels)
+        inputs = tensors(1, 16, (4, 2), 8)
+        found = attention(config, *inputs)
+        assert_exact((found.out, found.dq, found.dk, found.dv), dense(*inputs), (travels,))
+    finally:
+        schedules.remove("backward_ring")
