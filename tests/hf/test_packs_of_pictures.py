@@ -108,7 +108,7 @@ def run(folder, name, sequences, is_packed, changes):
 @pytest.mark.parametrize(
     ("name", "ranks", "changes"),
     [
-        ("qwen3_vl", 2, {}),
+        pytest.param("qwen3_vl", 2, {}, marks=slow),
         pytest.param("qwen3_vl", 4, {}, marks=slow),
         pytest.param("llava", 2, {"gradient_accumulation_steps": 2}, marks=slow),
     ],
