@@ -1,8 +1,9 @@
 """The registry of schedules.
 
-Every file here defines one `Schedule` or a family, and is found automatically. `register` adds others, such as the
-add-ons in `ds_seqpar.schedules`. An add-on may also read schedules whose names begin with its own prefix (`READERS`). A
-`Schedule` contains everything that is specific to it, including its own layouts; no other module contains its name.
+Each module in this package defines one `Schedule` or a family of schedules and is imported automatically. Call
+`register` to add schedules from elsewhere, such as the add-ons in `ds_seqpar.schedules`. An add-on can also handle
+schedule names with its own prefix by adding a function to `READERS`. Everything specific to a schedule, including its
+layouts, is in its `Schedule` object; no other module mentions a schedule by name.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from ....base.seams import load
 from ..sharding import layout
 from .base import Schedule, Setting
 
-DEFAULT = "ring"  # the schedule of "auto"
+DEFAULT = "ring"  # the schedule that "auto" selects
 SCHEDULES: dict[str, Schedule] = {}
-# prefix of names -> the function (name, schedules) that returns the schedule of such a name
+# name prefix -> function (name, registered schedules) that returns the schedule
 READERS: dict[str, Callable[[str, Iterable[Schedule]], Schedule]] = {}
 
 
 def register(schedule: Schedule) -> None:
-    """Register a schedule, so that this rank can choose it by its name.
+    """Register a schedule so that configurations can select it by name.
 
-    Call it on every rank, before any configuration is made.
+    Call this function on every rank before creating any configuration.
 
     Raises:
-        ConfigError: The name of the schedule or of one of its settings is taken, or its axes are not legal.
+        ConfigError: The name of the schedule or of one of its settings is taken, or the schedule's axes are invalid.
     """
     names = [schedule.name, *(setting.name for setting in schedule.settings)]
     known = settings()
@@ -58,12 +59,13 @@ def remove(name: str) -> None:
 
 
 def schedule(name: str) -> Schedule:
-    """Return the schedule with this name, the one for "auto", or one from a file, "file:PATH", which a process reads
-    once.
+    """Return the schedule with this name.
+
+    "auto" selects the default schedule. "file:PATH" loads a schedule from a file, which each process reads only once.
 
     Raises:
-        ConfigError: No schedule has this name; the message suggests the nearest one.
-        PlanError: The file has no plans of exact attention.
+        ConfigError: No schedule has this name; the message suggests the closest match.
+        PlanError: The plans in the file do not compute exact attention.
     """
     if isinstance(name, str) and any(map(name.startswith, READERS)):
         return _read(name)
@@ -77,12 +79,12 @@ def _read(name: str) -> Schedule:
 
 
 def settings() -> dict[str, tuple[Setting, Schedule]]:
-    """Return name -> (setting, its schedule) for the settings that belong to single schedules."""
+    """Map the name of each schedule-specific setting to the setting and its schedule."""
     return {setting.name: (setting, schedule) for schedule in SCHEDULES.values() for setting in schedule.settings}
 
 
 def schedules_in(modules: Iterable[ModuleType]) -> list[Schedule]:
-    """Return the schedules of these modules by name; each appears once, even if a module imports it from another."""
+    """Return the distinct schedules defined or imported in these modules, sorted by name."""
     schedules = {value for module in modules for value in vars(module).values() if isinstance(value, Schedule)}
     return sorted(schedules, key=lambda schedule: schedule.name)
 

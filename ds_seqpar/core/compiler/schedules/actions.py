@@ -1,15 +1,15 @@
-"""The actions of ranks as data: products of blocks, and moves of operands and results between ranks.
+"""The actions of a schedule as data: products of blocks, and moves of operands and results between ranks.
 
-Blocks are numbered by the CP rank that owns them. If each rank owns one block, block p is rank p's. If each owns
-`blocks_per_rank`, rank p's are `owned(p, blocks_per_rank)`, in order of position. A *key* is a sorted tuple of block
-numbers: one block, or several blocks gathered into one operand. Operands are "q" and "kv" (in a backward plan "q"
-means all tensors of a query block: q, the output's gradient, lse, delta). Accumulators are "out" in forward and "dq",
-"dkv" in backward.
+Blocks are numbered by the CP rank that owns them. With one block per rank, rank p owns block p. With several, rank p
+owns the blocks `owned(p, blocks_per_rank)`, in order of position. A *key* is a sorted tuple of block numbers: one
+block, or several blocks gathered into one operand. Operands are "q" and "kv". In a backward plan, "q" stands for all
+tensors of a query block: q, the output's gradient, lse and delta. Accumulators are "out" in forward, and "dq" and "dkv"
+in backward.
 
-In one step a rank gathers operands, posts the step's operand moves and computes products. Then it merges the results
-that are due, posts the step's result moves, reduce-scatters, and waits for the operands that are due. A move is due
-after `within` steps, 1 unless a pass sets another number. So operands are sent during the products of their own step,
-and results during the products of the next.
+In each step, a rank gathers operands, posts its operand moves and computes products. The rank then merges the results
+that are due, posts its result moves, reduce-scatters accumulators, and waits for the operands that are due. A move is
+due `within` steps after it is posted, by default 1; only a pass sets other values. Operands are therefore transferred
+during the products of their own step, and results during the products of the next step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ACCUMULATORS = {"forward": ("out",), "backward": ("dq", "dkv")}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Compute:
-    """One product on `rank`: every query block of `q` with every key/value block of `kv`."""
+    """A product on `rank`: attention of all query blocks in `q` to all key/value blocks in `kv`."""
 
     rank: int
     q: Key
@@ -43,11 +43,10 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """A copy of an operand from `src` to `dst`, or an accumulator that leaves `src` and is merged into the one on
-    `dst`.
+    """A transfer from `src` to `dst`: a copy of an operand, or an accumulator to merge into the accumulator on `dst`.
 
-    An operand that is posted in step s can be used from step s + within on. A result is merged after the products of
-    step s + within, or at the end of the plan.
+    An operand posted in step s is available from step `s + within` on. A result is merged after the products of step `s
+    + within`, or at the end of the plan.
     """
 
     src: int
@@ -70,7 +69,11 @@ class Move:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """`ranks[i]` contributes (Gather) or ends with (ReduceScatter) `keys[i]`; `blocks` are the blocks of all keys."""
+    """A `Gather` or `ReduceScatter` among `ranks`.
+
+    In a `Gather`, `ranks[i]` contributes the blocks of `keys[i]`; in a `ReduceScatter`, `ranks[i]` ends up with them.
+    The property `blocks` lists the blocks of all keys.
+    """
 
     ranks: tuple[int, ...]
     kind: str
@@ -97,12 +100,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gather(Collective):
-    """Every member ends up with the operand of all blocks."""
+    """A collective after which every member has the operand of all blocks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReduceScatter(Collective):
-    """The members' accumulators of all blocks are merged; member i ends up with the one of `keys[i]`."""
+    """A collective that merges the members' accumulators and leaves member i with the blocks of `keys[i]`."""
 
     def received(self, rank: int) -> int:
         return len(self.key_of(rank)) * (len(self.ranks) - 1)
@@ -113,7 +116,7 @@ Action = Compute | Move | Collective
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """The actions that one rank takes part in during one step."""
+    """The actions of one step in which a given rank takes part."""
 
     gathers: tuple[Gather, ...] = ()
     moves: tuple[Move, ...] = ()
@@ -126,7 +129,7 @@ class Step:
         yield from itertools.chain(self.gathers, self.moves, self.computes, self.results, self.reduces)
 
     def words(self, rank: int) -> str:
-        """Return the step as text that `text.parse` reads; "-" if the rank does nothing."""
+        """Return the step as text that `text.parse` can read, or "-" if the rank is idle."""
         labels = [f"{gather.kind}{name_of(gather.blocks)}@" for gather in self.gathers]
         labels += map(str, self.computes)
         for move in (*self.moves, *self.results):
@@ -140,15 +143,15 @@ Steps = tuple[Step, ...]
 
 
 def moves_of(rank: int, moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Return the moves that a rank takes part in, each once, in the same order on all ranks."""
+    """Return the distinct moves that involve a rank, sorted the same way on all ranks."""
     return tuple(sorted({move for move in moves if rank in move.ranks}, key=lambda m: (m.kind, m.key, m.dst)))
 
 
 def name_of(key: Key) -> str:
-    """Return blocks as text: (3), (0,1)."""
+    """Return block numbers as text, such as "(3)" or "(0,1)"."""
     return "(" + ",".join(map(str, key)) + ")"
 
 
 def unit_name(unit: Unit) -> str:
-    """Return a unit as text: kv(3), out(0,1)."""
+    """Return a unit as text, such as "kv(3)" or "out(0,1)"."""
     return f"{unit[0]}{name_of(unit[1])}"

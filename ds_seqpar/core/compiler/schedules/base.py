@@ -1,4 +1,7 @@
-"""The description of a schedule. Every `Schedule` in a file or folder here is registered; `register` adds others."""
+"""The `Schedule` class, which describes a schedule to the rest of the library.
+
+The registry imports all modules of this package and registers each `Schedule` found in them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from ..sharding.layout import COMMON, LAYOUTS, Axes, Layout, Topology
 from .plan import BlockMask, StepsOf
 
 Value = int | tuple[int, ...]
-ScheduleOptions = Mapping[str, Any]  # name -> Value: all of a schedule's own settings, with no "auto"
+ScheduleOptions = Mapping[str, Any]  # name -> Value: the schedule's own settings, all resolved (no "auto")
 HeadCounts = tuple[int, int]  # query heads, key/value heads
 Builder = Callable[[Topology, BlockMask, str, str], StepsOf]
 MOVING_SIDES = ("kv", "q")
@@ -19,19 +22,19 @@ MOVING_SIDES = ("kv", "q")
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Setting:
-    """A setting of one schedule, in the JSON, in Python and on the command line.
+    """A setting that belongs to one schedule and can be set in JSON, in Python or on the command line.
 
-    "auto" lets the schedule choose.
+    With "auto", the schedule picks the value.
     """
 
     name: str
     help: str  # one line
-    wanted: str  # describes the values that `accepts` is true for
+    wanted: str  # describes the values that `accepts` allows
     accepts: Callable[[Any], bool]
-    option: Mapping[str, Any]  # the keyword arguments of argparse's add_argument
+    option: Mapping[str, Any]  # keyword arguments for argparse's add_argument
 
     def checked(self, value: object) -> Value | str:
-        """Return the value; a list becomes a tuple.
+        """Validate a value and return it, with lists converted to tuples.
 
         Raises:
             ConfigError: The value is neither "auto" nor accepted.
@@ -44,7 +47,7 @@ class Setting:
 
 
 def count(name: str, help: str) -> Setting:
-    """Return a setting that is one positive whole number."""
+    """Return a setting that accepts one positive integer."""
     return Setting(name=name, help=help, wanted="a whole number from 1", accepts=is_count, option={"type": int})
 
 
@@ -54,32 +57,36 @@ def is_count(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """A schedule for A CP ranks, as other modules see it.
+    """The description of a schedule for A CP ranks.
 
     Attributes:
-        name: Its name in settings.
-        summary: One line that describes it.
-        build: (topology, block mask, direction, moving_side) -> the steps of any rank. Raises ConfigError if it has
-            none. If it returns a `plan.Counted`, such as `Rotation` or `Direct`, "auto" chooses the moving side by the
-            block mask.
-        axes: (ranks, options) -> names and sizes of the axes of its ranks, the fastest-numbered axis first.
-        received: (axes, direction, moving_side, units) -> elements that each rank receives, computed without a plan.
-            units: elements of one block of each kind, as for `Plan.received`. It is exact if every product that
-            `can_compute` allows is needed: under full attention, and under causal attention on zigzag blocks. Otherwise
-            plans may omit moves and receive less. It is the same with overlap.
-        settings: Its own settings.
-        shapes: ranks -> all valid combinations of its settings, one mapping for each shape.
-        resolve: (ranks, fixed, heads) -> the settings of one shape, including the `fixed` ones. It chooses the others,
-            for these heads if they are known. Raises ConfigError for values that do not fit.
-        by_shape: (ranks, options) -> the fields of this class whose values differ for this shape; see `at`.
-        extra_layouts: Layouts that exist as long as the schedule is registered.
-        layouts: Names of the layouts that it works on.
-        default_layout: The layout for "auto".
-        moving_sides: The sides that it can move; "auto" takes the one that sends fewer bytes.
-        can_compute: (q block, kv block) -> whether it can compute that product at all.
-        collective_axes: The axes along which it gathers and reduces, which need process groups.
-        digest: For a file's plans, the value that ranks compare in addition to the name.
-        ring_axes: The axes of transfers between neighbors. Rank orders place these or `collective_axes` within a node.
+        name: Name of the schedule in the settings.
+        summary: One-line description.
+        build: Function (topology, block mask, direction, moving_side) that returns the steps of any rank. Raises
+            ConfigError if the schedule has no steps for these arguments. If the result is a `plan.Counted`, such as
+            `Rotation` or `Direct`, "auto" uses the block mask to pick the moving side.
+        axes: Function (ranks, options) that returns the names and sizes of the rank axes, fastest-varying axis first.
+        received: Function (axes, direction, moving_side, units) that computes, without a plan, how many elements each
+            rank receives. `units` maps each kind of block to its number of elements, as in `Plan.received`. The result
+            is exact if every product allowed by `can_compute` is needed, i.e. under full attention or causal attention
+            on zigzag blocks. Otherwise a plan may skip moves and receive less. Overlap does not change the result.
+        settings: Settings that only this schedule has.
+        shapes: Function of the number of ranks that returns every valid combination of the settings, one mapping per
+            shape.
+        resolve: Function (ranks, fixed, heads) that returns the settings of one shape. It keeps the `fixed` settings
+            and picks the rest, tuned to the number of heads if known. Raises ConfigError if the fixed values do not
+            fit.
+        by_shape: Function (ranks, options) that returns the fields of this class that this shape overrides; see `at`.
+        extra_layouts: Layouts that are registered and removed together with the schedule.
+        layouts: Names of the layouts that the schedule supports.
+        default_layout: Layout that "auto" selects.
+        moving_sides: Sides that the schedule can move; "auto" picks the side that sends fewer bytes.
+        can_compute: Function (q block, kv block) that returns whether the schedule can compute the product of these
+            blocks.
+        collective_axes: Axes along which the schedule gathers and reduces; these axes need process groups.
+        digest: Fingerprint of plans loaded from a file, which ranks compare in addition to the name.
+        ring_axes: Axes of transfers between neighbors. Rank orders can place `ring_axes` or `collective_axes` within a
+            node.
     """
 
     name: str
@@ -101,12 +108,14 @@ class Schedule:
     digest: str = ""
 
     def at(self, ranks: int, options: ScheduleOptions) -> Schedule:
-        """Return the schedule with the fields for this shape."""
+        """Return a copy of the schedule with the fields that this shape overrides."""
         return dataclasses.replace(self, **self.by_shape(ranks, options))
 
     def shaped(self, ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None, layout: str) -> ScheduleOptions:
-        """Return the settings from `resolve`. If only other shapes work on the layout, return the first of them that
-        has the `fixed` settings.
+        """Return the settings from `resolve`, or those of another shape if the layout requires one.
+
+        If the resolved shape does not support the layout, return the first shape that supports the layout and has the
+        `fixed` settings.
         """
         options = self.resolve(ranks, fixed, heads)
         if layout in ("auto", *self.at(ranks, options).layouts):
@@ -116,12 +125,12 @@ class Schedule:
 
     @property
     def blocks_per_rank(self) -> int:
-        """Number of blocks that each CP rank owns under its layouts."""
+        """Number of blocks that each CP rank owns in this schedule's layouts."""
         return LAYOUTS[self.default_layout].blocks_per_rank
 
     @property
     def rank_orders(self) -> dict[str, tuple[str, ...]]:
-        """Preset -> the axes that it puts first; presets with axes that the schedule does not have are left out."""
+        """Map each preset to the axes that it places first, omitting presets that need axes the schedule lacks."""
         first = {"ulysses_intra": ("ulysses",), "ring_intra": self.ring_axes, "collectives_intra": self.collective_axes}
         return {"auto": ("ulysses",), **{preset: axes for preset, axes in first.items() if axes}}
 
@@ -130,12 +139,13 @@ RANK_ORDERS = ("auto", "collectives_intra", "ring_intra", "ulysses_intra")
 
 
 def blocks_received(ranks: int, queries: int, keys: int, direction: str, units: Mapping[str, float]) -> list[float]:
-    """Return the elements that each rank receives if all receive the same number. Each receives `queries` query blocks,
-    and results of its own queries from the same number of ranks. It also receives `keys` key/value blocks and, in
-    backward, the same number of gradients.
+    """Return the number of elements that each rank receives if all ranks receive equally much.
+
+    Each rank receives `queries` query blocks, and the same number of results for its own queries. It also receives
+    `keys` key/value blocks and, in backward, the same number of key/value gradients.
 
     Args:
-        units: Elements of one block of each kind.
+        units: Number of elements per block of each kind.
     """
     of_query = units["q"] + units["out" if direction == "forward" else "dq"]
     of_key = units["kv"] + (units["dkv"] if direction == "backward" else 0)

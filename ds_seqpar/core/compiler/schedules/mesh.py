@@ -1,6 +1,6 @@
 """The mesh family: Attention2D, WallFacer and Ring Attention as shapes (a, b, R) of one schedule.
 
-Attention2D is a mesh without a ring. WallFacer is a mesh (C, C, A / C^2).
+Attention2D is a mesh without a ring. WallFacer is a mesh of shape (C, C, A / C^2).
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from .ring import Rotation, Round
 
 
 def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
-    """Return the steps of a mesh, in which rank p = x + a (y + b z).
+    """Return the steps of a mesh in which rank p has the coordinates x, y, z with p = x + a (y + b z).
 
-    q is gathered along x, k/v along y, and one of them rotates along z. (out, lse) or the gradients are
-    reduce-scattered along the axis on which their operand was gathered. q(x0, y0, z0) and kv(x1, y1, z1) meet once, on
-    rank (x1, y0, z0) if k/v rotates.
+    Ranks gather q along x and k/v along y, and rotate either q or k/v along z. Results (`out` and `lse`, or gradients)
+    are reduce-scattered along the axis on which the corresponding operand was gathered. If k/v rotates, the q block of
+    rank (x0, y0, z0) and the kv block of rank (x1, y1, z1) meet exactly once, on rank (x1, y0, z0).
 
-    (1, 1, A) is Ring Attention. (a, b, 1) is Attention2D (Algs. 1-3; cols = a, rows = b). (C, C, A / C^2) is WallFacer
-    with teams of C. Its initial transfer of k/v is not needed, because q and k/v are gathered along different axes.
-    Collectives need blocks of equal length that all their members read; otherwise owners send blocks directly.
+    The shape (1, 1, A) is Ring Attention. The shape (a, b, 1) is Attention2D (Algs. 1-3; cols = a, rows = b). The shape
+    (C, C, A / C^2) is WallFacer with teams of C. WallFacer's initial k/v transfer is not needed here because q and k/v
+    are gathered along different axes. Collectives require blocks of equal length that every member of the group reads.
+    If blocks differ in length or are not all read, owners send their blocks directly.
     """
     a, b, turns = (topology.size(axis) for axis in "xyz")
     plane, size = a * b, a * b * turns
 
     def keys(rank: int) -> tuple[Key, Key]:
-        """Return the blocks that a rank gathers: q of its row, k/v of its column."""
+        """Return the blocks that a rank gathers: the q blocks of its row and the k/v blocks of its column."""
         row, column = rank - rank % a, rank - rank % plane + rank % a
         return tuple(range(row, row + a)), tuple(range(column, column + plane, a))
 
@@ -50,7 +51,7 @@ def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
         return Rotation(route, turns, direction, moving_side, block_mask)
     groups = [_group(route, rank, turns, moving_side) for rank in range(size)]
     reads = [_read(q, kv, block_mask) for q, kv in groups]
-    # a gather brings all blocks of its group, so every one of them must be read
+    # a gather transfers all blocks of its group, so every block must be read
     if block_mask.even and reads == [(_mask(q), kv) for q, kv in groups]:
         return Rotation(route, turns, direction, moving_side, block_mask)
     return Direct(size, direction, lambda rank: _pairs(route, rank, turns, moving_side, block_mask), reads.__getitem__)
@@ -63,7 +64,7 @@ def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tu
 
 
 def _group(route: Round, rank: int, turns: int, moving_side: str) -> tuple[Key, int]:
-    """Return all q blocks that a rank receives, and all kv blocks as a bitmask."""
+    """Return all q blocks that a rank receives, and a bitmask of all kv blocks that it receives."""
     visitors = [route.keys(route.here(rank, t)) for t in range(turns)]
     if moving_side == "kv":
         return route.keys(rank)[0], _mask(block for _, kv in visitors for block in kv)
@@ -71,7 +72,7 @@ def _group(route: Round, rank: int, turns: int, moving_side: str) -> tuple[Key, 
 
 
 def _read(q: Key, kv: int, block_mask: BlockMask) -> tuple[int, int]:
-    """Return bitmasks of the q blocks and of the kv blocks that meet any block of the other side."""
+    """Return bitmasks of the q and kv blocks that meet at least one block of the other side."""
     rows = block_mask.rows
     return _mask([i for i in q if rows[i] & kv]), functools.reduce(operator.or_, [rows[i] & kv for i in q])
 
@@ -81,8 +82,10 @@ def _mask(blocks: Iterable[int]) -> int:
 
 
 def _pairs(route: Round, rank: int, turns: int, moving_side: str, block_mask: BlockMask) -> Sequence[Pairs]:
-    """Return the rank's products block by block. Step 0 has the product of its own blocks, while others arrive. Then
-    each turn has one step.
+    """Return the rank's products, grouped by step.
+
+    Step 0 only computes the product of the rank's own blocks, while other blocks arrive. Each turn of the rotation adds
+    one step.
     """
     local_pairs = [(rank, rank)] if block_mask(rank, rank) else []
     steps: list[Pairs] = [local_pairs]
@@ -94,9 +97,9 @@ def _pairs(route: Round, rank: int, turns: int, moving_side: str, block_mask: Bl
 
 
 def sides(ranks: int, heads: HeadCounts | None) -> tuple[int, int]:
-    """Return the (a, b R) that receive the fewest elements for these heads, forward and backward together.
+    """Return the sides (a, b R) of the grid that receives the fewest elements in forward and backward combined.
 
-    They are (a - 1) 5 Hq and (b R - 1) 6 Hkv per token and unit of D.
+    The grid receives (a - 1) 5 Hq + (b R - 1) 6 Hkv elements per token and per unit of the head dimension D.
     """
     q_heads, kv_heads = heads or (1, 1)
     a = min(divisors(ranks), key=lambda a: 5 * (a - 1) * q_heads + 6 * (ranks // a - 1) * kv_heads)
@@ -108,7 +111,7 @@ def mesh_axes(a: int, b: int, turns: int) -> Axes:
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Return the elements that each rank receives: the ones that it gathers, and along z the groups that move."""
+    """Return the number of elements that each rank receives from gathers and from the rotation along z."""
     (_, a), (_, b), (_, turns) = axes
     queries, keys = (a, b * turns) if moving_side == "kv" else (a * turns, b)
     return blocks_received(a * b * turns, queries - 1, keys - 1, direction, units)
@@ -119,7 +122,10 @@ def shapes(ranks: int) -> list[ScheduleOptions]:
 
 
 def resolve(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Return the configured mesh, or attention2d's with k/v in a ring: the same elements, with less memory."""
+    """Return the configured mesh, or by default Attention2D's grid with k/v in a ring instead of gathered.
+
+    The default transfers as many elements as Attention2D and needs less memory.
+    """
     cols, rows = sides(ranks, heads)
     shape = a, b, turns = fixed.get("mesh") or (cols, 1, rows)
     if a * b * turns != ranks:
@@ -160,8 +166,10 @@ def grids(ranks: int) -> list[ScheduleOptions]:
 
 
 def grid(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Return the grid. A side that is not set follows from the other. If neither is set, the chosen sides receive the
-    fewest elements for these heads.
+    """Return the grid's rows and cols.
+
+    If one side is not set, it is derived from the other. If neither is set, the sides that receive the fewest elements
+    for these heads are chosen.
     """
     rows, cols = fixed.get("rows"), fixed.get("cols")
     if not (rows or cols):
@@ -202,7 +210,7 @@ def teams(ranks: int) -> list[ScheduleOptions]:
 
 
 def team_of(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Return the configured team, or the largest that fits."""
+    """Return the configured team size, or the largest that fits."""
     fitting = [shape["team"] for shape in teams(ranks)]
     team = fixed.get("team") or fitting[-1]
     if team not in fitting:
@@ -227,21 +235,23 @@ WALLFACER = Schedule(
 )
 
 
-# ---- without collectives: each rank gets every block that it reads directly from the block's owner
+# ---- without collectives: each rank receives every block directly from its owner
 
 Pairs = Sequence[tuple[int, int]]
 
 
 @dataclasses.dataclass(eq=False)
 class Direct(Counted):
-    """The steps of any rank without collectives: blocks are sent only to ranks that read them, and results are sent
-    directly home. A mesh uses this if a mask leaves holes in its groups or blocks differ in length. It sends at most as
-    many bytes as the collectives.
+    """Steps without collectives: blocks are sent only to ranks that read them, and results are sent straight to the
+    owner.
+
+    A mesh uses `Direct` if a mask leaves gaps in its groups or if blocks differ in length. Direct sends never transfer
+    more bytes than the collectives would.
 
     Attributes:
-        products: products(rank)[t] are the (q block, kv block) pairs that the rank computes in step t; in step 0, only
-            pairs of its own blocks.
-        reads: reads(rank) are bitmasks of the q and the kv blocks in these pairs.
+        products: Function of a rank; `products(rank)[t]` lists the (q block, kv block) pairs that the rank computes in
+            step t. Step 0 contains only pairs of the rank's own blocks.
+        reads: Function of a rank; `reads(rank)` returns bitmasks of the q blocks and the kv blocks in these pairs.
     """
 
     size: int
@@ -255,16 +265,16 @@ class Direct(Counted):
 
     @functools.cached_property
     def moves(self) -> tuple[dict[tuple[int, int], list[Move]], dict[tuple[int, int], list[Move]]]:
-        """(rank, step) -> its moves of operands, and its moves of results."""
+        """Moves of operands and moves of results, each keyed by (rank, step)."""
         operands: dict[tuple[int, int], list[Move]] = defaultdict(list)
         results: dict[tuple[int, int], list[Move]] = defaultdict(list)
         kinds = (("out", 0),) if self.direction == "forward" else (("dq", 0), ("dkv", 1))
         for rank, steps in enumerate(self.all_products):
-            # a foreign block is sent in the step before the first that reads it
+            # a remote block is sent one step before its first use
             for (kind, key), t in _first_steps(rank, enumerate(steps), (("q", 0), ("kv", 1))).items():
                 for end in (*key, rank):
                     operands[end, t - 1].append(Move(src=key[0], dst=rank, kind=kind, key=key))
-            # its result is sent home after the last step that adds to it
+            # the block's result is returned to the owner after the last step that updates it
             for (kind, key), t in _first_steps(rank, reversed([*enumerate(steps)]), kinds).items():
                 for end in (rank, *key):
                     results[end, t].append(Move(src=rank, dst=key[0], kind=kind, key=key))
@@ -282,9 +292,9 @@ class Direct(Counted):
         )
 
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """Return the elements that each rank receives.
+        """Return the number of elements that each rank receives.
 
-        These are other ranks' blocks that it reads, and a result from each other rank that reads its own blocks.
+        A rank receives every remote block that it reads, and one result from each other rank that reads its blocks.
         """
         received: list[float] = [0] * self.size
         results = (units["out"], 0) if self.direction == "forward" else (units["dq"], units["dkv"])
@@ -298,10 +308,10 @@ class Direct(Counted):
 
 
 def _first_steps(rank: int, steps: Iterable[tuple[int, Pairs]], kinds: Iterable[tuple[str, int]]) -> dict[Unit, int]:
-    """Return, for each foreign block of a rank's products, the first step that needs it.
+    """Map each remote block in a rank's products to the first of the given steps that uses it.
 
     Args:
-        kinds: (kind of unit, its index in a pair).
+        kinds: Pairs (kind of unit, index of its block in a product pair).
     """
     first: dict[Unit, int] = {}
     for t, pairs in steps:

@@ -1,4 +1,4 @@
-"""A plan: the steps of every CP rank, for files, tests, diagrams and passes that need all ranks."""
+"""Plans: the steps of every CP rank, for files, tests, diagrams and passes that need all ranks."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from collections.abc import Callable, Iterator, Mapping
 
 from .actions import Steps
 
-AROUND = 2  # steps that an error shows before and after the wrong one
-MOST_COLUMNS = 9  # of the step's number and 8 ranks
+AROUND = 2  # number of steps that an error message shows before and after the faulty step
+MOST_COLUMNS = 9  # the step number and 8 ranks
 StepsOf = Callable[[int], Steps]  # rank -> its steps
 
 
 class Counted(abc.ABC):
-    """The steps of any rank, as a function. It also counts what all ranks receive without building their steps."""
+    """A function that returns the steps of any rank, and can count received elements without building the steps."""
 
     @abc.abstractmethod
     def __call__(self, rank: int) -> Steps: ...
 
     @abc.abstractmethod
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """Return `Plan.received` for the plan of all ranks."""
+        """Return the same counts as `Plan.received` for the plan of all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockMask:
-    """Which q blocks see which key/value blocks."""
+    """The pairs of q blocks and key/value blocks in which some query sees some key."""
 
-    rows: tuple[int, ...]  # rows[i] is a bitmask of the key/value blocks that any query of block i sees
-    even: bool = True  # whether all blocks of q, and all of k/v, have the same number of tokens, as collectives need
-    tokens: tuple[int, int] = dataclasses.field(default=(1, 1), compare=False)  # of all q blocks to those of all k/v
+    rows: tuple[int, ...]  # rows[i]: bitmask of the key/value blocks that block i's queries see
+    even: bool = True  # whether all q blocks are equally long, and all k/v blocks too (collectives require both)
+    tokens: tuple[int, int] = dataclasses.field(default=(1, 1), compare=False)  # ratio of q tokens to k/v tokens
 
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.rows, self.even))
 
-    def __hash__(self) -> int:  # of many caches' keys
+    def __hash__(self) -> int:    # cached because many cache keys contain block masks
         return self._hash
 
     @property
@@ -47,16 +47,16 @@ class BlockMask:
         return len(self.rows)
 
     def __call__(self, q: int, kv: int) -> bool:
-        """Return whether any query of block `q` sees any key of block `kv`."""
+        """Return whether any query in block `q` sees any key in block `kv`."""
         return bool(self.rows[q] >> kv & 1)
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Return (q block, kv block) for all blocks that meet."""
+        """Yield every (q block, kv block) pair in which some query sees some key."""
         return ((i, j) for i, row in enumerate(self.rows) for j in bits(row))
 
     @property
     def plain(self) -> bool:
-        """Whether all blocks meet, or blocks of equal lengths meet like contiguous blocks under a causal mask."""
+        """Whether the mask is full, or equals a causal mask on contiguous blocks of equal length."""
         size, rows = self.size, self.rows
         if size and rows[0] == (1 << size) - 1:
             return all(row == rows[0] for row in rows)
@@ -65,11 +65,11 @@ class BlockMask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The steps of all ranks that a schedule makes for one block mask, in one direction."""
+    """The steps of all ranks in one direction, built by a schedule for one block mask."""
 
-    name: str  # of the schedule
+    name: str  # name of the schedule
     direction: str  # "forward" or "backward"
-    ranks: tuple[Steps, ...]  # ranks[p]: the steps of rank p, as many on each
+    ranks: tuple[Steps, ...]  # ranks[p]: the steps of rank p; all ranks have the same number of steps
     blocks_per_rank: int = 1  # number of blocks that each rank owns
 
     @classmethod
@@ -86,15 +86,16 @@ class Plan:
         return self.size * self.blocks_per_rank
 
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """Return the elements that each rank receives.
+        """Return the number of elements that each rank receives.
 
         Args:
-            units: Elements of one block of each kind ("q", "kv", "out", ...).
+            units: Number of elements per block of each kind ("q", "kv", "out", ...).
         """
         return [received(steps, rank, units) for rank, steps in enumerate(self.ranks)]
 
     def table(self) -> str:
-        """Return the plan as text, with a row for each step and a column for each rank; `text.parse` reads it."""
+        """Return the plan as a text table with one row per step and one column per rank, which `text.parse` can read.
+        """
         return "\n".join([self.head, *columns(self.rows())])
 
     @property
@@ -103,15 +104,15 @@ class Plan:
         return f"{self.name} {self.direction}, {self.size} ranks{blocks}"
 
     def rows(self) -> list[list[str]]:
-        """Return the cells of the table; see `Step.words`."""
+        """Return the cells of the text table; `Step.words` defines the format of a cell."""
         rows = [["step", *(f"rank {rank}" for rank in range(self.size))]]
         for index in range(max(map(len, self.ranks))):
-            row = (steps[index : index + 1] for steps in self.ranks)  # ranks of an invalid plan may differ in steps
+            row = (steps[index : index + 1] for steps in self.ranks)  # an invalid plan's ranks may differ in length
             rows.append([str(index), *("".join(step.words(rank) for step in cell) for rank, cell in enumerate(row))])
         return rows
 
     def around(self, step: int, rank: int) -> str:
-        """Return the table around a marked step; see `marked`."""
+        """Return the rows of the table around a step, with that step marked; see `marked`."""
         return "\n".join([self.head, *marked(self.rows(), step + 1, rank)])
 
 
@@ -123,7 +124,7 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
-    """Return the elements that `rank` receives in its steps."""
+    """Return the number of elements that `rank` receives during its steps."""
     total: Counter = Counter()
     for step in steps:
         for move in (*step.moves, *step.results):
@@ -135,8 +136,9 @@ def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
 
 
 def marked(rows: list[list[str]], at: int, rank: int) -> list[str]:
-    """Return the lines of a plan's table around row `at`, which is marked. If there are many ranks, only this one is
-    shown.
+    """Return the lines of a plan's table around row `at`, with row `at` marked.
+
+    If the plan has many ranks, only the column of `rank` is shown.
     """
     first = max(1, at - AROUND)
     shown = [rows[0], *rows[first : at + AROUND + 1]]
@@ -147,10 +149,11 @@ def marked(rows: list[list[str]], at: int, rank: int) -> list[str]:
 
 
 def columns(rows: list[list[str]]) -> list[str]:
-    """Return the lines of a table with its columns aligned."""
+    """Return the lines of a table with aligned columns."""
     widths = [max(map(len, cells)) for cells in itertools.zip_longest(*rows, fillvalue="")]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-# of add-ons: a setting's name -> the function (plan, block mask, bytes of a token by kind) that returns a better plan
+# passes of add-ons: name of a setting -> function (plan, block mask, bytes per token of each kind) that returns an
+# improved plan
 PASSES: dict[str, Callable[[Plan, BlockMask, Mapping[str, float]], Plan]] = {}

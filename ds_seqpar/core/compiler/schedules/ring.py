@@ -1,7 +1,7 @@
-"""Rings: units of one side rotate while units of the other side stay, and results follow the units back to their
-owners.
+"""Ring schedules: the units of one side rotate, the units of the other side stay, and results follow the moving units.
 
-Ring Attention (Liu et al., 2023), and BurstAttention's two rings: one that rotates q, and the double ring.
+Includes Ring Attention (Liu et al., 2023) and the two rings of BurstAttention: the ring that rotates q, and the double
+ring.
 """
 
 from __future__ import annotations
@@ -19,37 +19,39 @@ from .actions import Compute, Gather, Move, ReduceScatter, Step, Steps, moves_of
 from .base import HeadCounts, Schedule, ScheduleOptions, blocks_received, count
 from .plan import BlockMask, Counted
 
-# (moving side, direction) -> the accumulator that follows it one hop behind
+# (moving side, direction) -> the accumulator that follows the moving units one hop behind
 FOLLOWER = {("kv", "forward"): None, ("kv", "backward"): "dkv", ("q", "forward"): "out", ("q", "backward"): "dq"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """A route around all ranks. Unit u starts on rank u, its home."""
+    """A route around all ranks. Unit u starts on its home, rank u."""
 
     size: int
-    there: Callable[[int, int], int]  # (unit, t) -> the rank on which the unit is in step t
-    here: Callable[[int, int], int]  # (rank, t) -> the unit that is on the rank in step t, the inverse
-    keys: Callable[[int], tuple[Key, Key]]  # rank -> the (q, kv) keys that it starts with
-    gathers: Callable[[int], tuple[Gather, ...]] = lambda rank: ()  # of a rank, before the route
-    reduces: Callable[[int], tuple[ReduceScatter, ...]] = lambda rank: ()  # of a rank, after the route
+    there: Callable[[int, int], int]  # (unit, t) -> the rank that holds the unit in step t
+    here: Callable[[int, int], int]  # (rank, t) -> the unit that the rank holds in step t; inverse of `there`
+    keys: Callable[[int], tuple[Key, Key]]  # rank -> the rank's initial (q, kv) keys
+    gathers: Callable[[int], tuple[Gather, ...]] = lambda rank: ()  # rank -> collectives before the rotation
+    reduces: Callable[[int], tuple[ReduceScatter, ...]] = lambda rank: ()  # rank -> collectives after the rotation
 
     def facing(self, moving_side: str) -> Round:
-        """Return the route of the moving side, given the route of k/v: queries rotate backwards.
+        """Return the route for the moving side, given the route for k/v: queries rotate in the opposite direction.
 
-        Under windows and causal documents the ranks that read k/v come after its owner, and the ranks whose k/v a query
-        reads come before.
+        With windows or causal documents, the ranks that read a k/v block come after its owner. The ranks whose k/v
+        blocks a query reads come before the query's owner.
         """
         return self if moving_side == "kv" else dataclasses.replace(self, there=self.here, here=self.there)
 
 
 class Rotation(Counted):
-    """The steps of any rank in which units rotate along a route. A unit stops at the last rank that needs it. Results
-    computed at home stay there. The results of visits follow the unit one hop behind, and the last rank visited sends
-    them home. Gathers come before the first step, and reduces after all results are home.
+    """The steps of a schedule in which units rotate along a route.
+
+    A unit stops at the last rank that needs it. Results that a unit's home rank computes stay on the home rank. Results
+    from other ranks follow the unit one hop behind, and the last rank visited sends them home. Gathers run before the
+    first step. Reduce-scatters run after all results have arrived home.
 
     Args:
-        steps: Number of ranks that a unit visits, its home included.
+        steps: Number of ranks that a unit visits, including its home.
     """
 
     def __init__(self, route: Round, steps: int, direction: str, moving_side: str, block_mask: BlockMask) -> None:
@@ -60,16 +62,16 @@ class Rotation(Counted):
         self.moving, self.staying = [k[self.side] for k in keys], [k[1 - self.side] for k in keys]
         seen = [functools.reduce(operator.or_, [block_mask.rows[i] for i in q], 0) for q, _ in keys]
         held = [sum([1 << j for j in kv]) for _, kv in keys]
-        # of a moving unit the k/v blocks that it has, or that its queries see, and the same of the keys that stay on a
-        # rank: the two meet where they have a block in common
+        # bitmasks of k/v blocks. `held`: the blocks in a unit; `seen`: the blocks that a unit's queries see. A moving
+        # unit and a staying unit meet if `brings` of the one and `wants` of the other share a block.
         self.brings, self.wants = (held, seen) if self.side else (seen, held)
-        # of each unit the last step with a product, and the first one after step 0, which is at home
+        # for each unit, the last step with a product, and the first such step after step 0 (the home step)
         self.last = [next(self.visits(unit, range(steps - 1, 0, -1)), 0) for unit in range(route.size)]
         self.first = [next(self.visits(unit, range(1, last + 1)), steps) for unit, last in enumerate(self.last)]
         self.steps = max(self.last) + 1
 
     def visits(self, unit: int, steps: Iterable[int]) -> Iterator[int]:
-        """Yield the steps, among the given ones, in which a unit meets the block that stays on its current rank."""
+        """Yield the given steps in which a unit meets the block that stays on the unit's current rank."""
         brings, wants, there = self.brings[unit], self.wants, self.route.there
         return (t for t in steps if brings & wants[there(unit, t)])
 
@@ -105,15 +107,15 @@ class Rotation(Counted):
         return Move(src=self.route.there(unit, t), dst=home, kind=self.follower or "", key=self.moving[unit])
 
     def collected(self, rank: int, units: Mapping[str, float]) -> float:
-        """Return the elements that a rank receives in collectives."""
+        """Return the number of elements that a rank receives in collectives."""
         gathers, reduces = self.route.gathers(rank), self.route.reduces(rank)
         return plan.received((Step(gathers=gathers, reduces=reduces),), rank, units) if gathers or reduces else 0
 
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """Return the elements that each rank receives.
+        """Return the number of elements that each rank receives.
 
-        Each hop of a unit brings the unit to a rank; each hop after the first visit also brings its results, and so
-        does the hop home.
+        Every hop of a unit transfers the unit. After the first visit, each hop also transfers the unit's results, and
+        the last visited rank sends these results home.
         """
         size, there, operand = self.route.size, self.route.there, units[self.moving_side]
         follower = units[self.follower] if self.follower else 0
@@ -132,20 +134,24 @@ class Rotation(Counted):
 
 
 def ring(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
-    """Return the steps of a ring or a double ring: every unit of the moving side visits all ranks that need it.
+    """Return the steps of a ring or a double ring, in which every unit of the moving side visits all ranks that need
+    it.
 
-    In step t of one ring rank p holds the k/v block of p - t. In a double ring a block visits the W ranks of an inner
-    ring, then crosses to the next inner ring and visits its W ranks, and so on. So A/W - 1 of its A - 1 hops leave a
-    node. The last hop of its gradient, directly to its owner, does too.
+    In step t of a single ring, rank p holds the k/v block of rank p - t. In a double ring, a block visits the W ranks
+    of one inner ring, then crosses to the next inner ring, and so on. Only A/W - 1 of the block's A - 1 hops leave a
+    node. The gradient's final transfer to its owner also leaves the node.
 
-    moving_side="q" in backward is BurstAttention's (section 3.1): q, do, lse and delta rotate instead of k, v and their
-    gradients, which is 3 large tensors instead of 4. They rotate in the opposite direction: in step t of one ring, rank
-    p holds the tensors of p + t.
+    With `moving_side="q"`, backward is BurstAttention's (section 3.1): q, do, lse and delta rotate instead of k, v and
+    their gradients, so that 3 large tensors are sent instead of 4. Queries rotate in the opposite direction: in step t
+    of a single ring, rank p holds the tensors of rank p + t.
     """
     ring_size, rings = topology.size("ring", "inner_ring"), topology.size("outer_ring")
 
     def at(rank: int, t: int, sign: int) -> int:
-        """Return the rank t hops ahead (sign 1) or back (-1). W - 1 hops in an inner ring make a crossing's shift."""
+        """Return the rank t hops ahead (sign 1) or back (sign -1).
+
+        A crossing shifts the position within the inner ring by W - 1, the number of hops before the crossing.
+        """
         crossed, inside = divmod(t, ring_size)
         w = (rank % ring_size + sign * (crossed * (ring_size - 1) + inside)) % ring_size
         return w + ring_size * ((rank // ring_size + sign * crossed) % rings)
@@ -160,7 +166,7 @@ def ring(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Return the elements that each rank receives: A - 1 foreign blocks of the moving side."""
+    """Return the number of elements that each rank receives if all A - 1 remote blocks of the moving side arrive."""
     ranks = math.prod(size for _, size in axes)
     queries, keys = (0, ranks - 1) if moving_side == "kv" else (ranks - 1, 0)
     return blocks_received(ranks, queries, keys, direction, units)
@@ -184,7 +190,7 @@ def ring_sizes_of(ranks: int) -> list[ScheduleOptions]:
 
 
 def ring_size_of(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Return the configured ring size, or the divisor of `ranks` nearest to its square root."""
+    """Return the configured ring size, or by default the divisor of `ranks` closest to its square root."""
     fitting = divisors(ranks)
     size = fixed.get("ring_size") or min(reversed(fitting), key=lambda w: abs(w * w - ranks))
     if size not in fitting:

@@ -1,8 +1,9 @@
-"""The heads that each Ulysses rank works on, by an integer rule that all ranks know. Does not import torch.
+"""The assignment of attention heads to Ulysses ranks, an integer rule that every rank evaluates independently.
 
-If there are at least as many key/value heads as Ulysses ranks, a Ulysses rank takes neighboring key/value heads and the
-query heads that read them. Otherwise neighboring Ulysses ranks share a key/value head, and divide the query heads that
-read it. Shares are equal if possible; otherwise they differ by at most one head, the larger ones first.
+If there are at least as many key/value heads as Ulysses ranks, each Ulysses rank gets consecutive key/value heads and
+the query heads that read them. Otherwise, several consecutive Ulysses ranks share a key/value head and divide its query
+heads among themselves. Shares are equal if possible. If not, they differ by at most one head, with the larger shares
+first. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,38 +24,39 @@ class HeadChunk(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """(query heads, key/value heads)."""
+        """Numbers of (query heads, key/value heads)."""
         return self.q.stop - self.q.start, self.kv.stop - self.kv.start
 
 
 def head_chunks(q_heads: int, kv_heads: int, count: int) -> tuple[HeadChunk, ...]:
-    """Return `count` head chunks, at most kv_heads.
+    """Divide the heads into `count` head chunks, of which there can be at most `kv_heads`.
 
-    Each has neighboring key/value heads and the query heads that read them.
+    Each head chunk has consecutive key/value heads and the query heads that read them.
     """
     group, kv_slices = q_heads // kv_heads, [_even_slice(kv_heads, count, index) for index in range(count)]
     return tuple(HeadChunk(slice(kv.start * group, kv.stop * group), kv) for kv in kv_slices)
 
 
 def max_head_chunks(q_heads: int, kv_heads: int, ulysses_size: int) -> int:
-    """Return the largest number of head chunks in which every Ulysses rank has a query head."""
+    """Return the maximum number of head chunks for which every Ulysses rank still has a query head in each head chunk.
+    """
     group = q_heads // kv_heads
-    return max(1, kv_heads // -(-ulysses_size // group))  # a head chunk has a whole number of key/value heads
+    return max(1, kv_heads // -(-ulysses_size // group))  # a head chunk has whole key/value heads
 
 
 def heads_of_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int, ulysses_rank: int) -> tuple[slice, slice]:
-    """Return the query heads and the key/value heads of a Ulysses rank.
+    """Return the slices of query heads and key/value heads assigned to a Ulysses rank.
 
     Args:
-        q_heads: A multiple of `kv_heads`.
-        ulysses_size: At most `q_heads`.
+        q_heads: Number of query heads, a multiple of `kv_heads`.
+        ulysses_size: Number of Ulysses ranks, at most `q_heads`.
     """
     group = q_heads // kv_heads
     if kv_heads >= ulysses_size:
         kv = _even_slice(kv_heads, ulysses_size, ulysses_rank)
         return slice(kv.start * group, kv.stop * group), kv
     sharers, larger = ulysses_size // kv_heads, ulysses_size % kv_heads
-    if ulysses_rank < larger * (sharers + 1):  # the first key/value heads have one Ulysses rank more than the others
+    if ulysses_rank < larger * (sharers + 1):  # the first key/value heads get an extra Ulysses rank each
         sharers, larger = sharers + 1, 0
     head, index = (ulysses_rank - larger) // sharers, (ulysses_rank - larger) % sharers
     q = _even_slice(group, sharers, index)
@@ -62,30 +64,29 @@ def heads_of_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int, ulysse
 
 
 def _even_slice(total: int, count: int, index: int) -> slice:
-    """Return slice `index` of `total` heads divided into `count` slices; the first ones may have one more than the
-    others.
+    """Return slice `index` of `total` heads divided into `count` slices, the first of which may get one extra head
+    each.
     """
-    least, larger = total // count, total % count  # a compiler can trace these with symbols, but not divmod
+    least, larger = total // count, total % count  # torch.compile can trace // and % symbolically, but not divmod
     start = index * least + min(index, larger)
     return slice(start, start + least + (1 if index < larger else 0))
 
 
 def heads_by_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int) -> tuple[tuple[slice, slice], ...]:
-    """Return `heads_of_ulysses_rank` for every Ulysses rank."""
     return tuple(
         heads_of_ulysses_rank(q_heads, kv_heads, ulysses_size, ulysses_rank) for ulysses_rank in range(ulysses_size)
     )
 
 
 def busiest_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int) -> int:
-    """Return a Ulysses rank with the most query heads."""
-    # the largest shares come first; with fewer key/value heads than Ulysses ranks, the last head is shared by the
-    # fewest
+    """Return a Ulysses rank with the maximum number of query heads."""
+    # The largest shares come first. If there are fewer key/value heads than Ulysses ranks, the last key/value head is
+    # shared by the fewest ranks.
     return 0 if kv_heads >= ulysses_size else ulysses_size - ulysses_size // kv_heads
 
 
 def largest_share(q_heads: int, kv_heads: int, ulysses_size: int) -> tuple[int, int]:
-    """Return the numbers of (query, key/value) heads of the busiest Ulysses rank."""
+    """Return the numbers of query heads and key/value heads of the busiest Ulysses rank."""
     q, kv = heads_of_ulysses_rank(
         q_heads, kv_heads, ulysses_size, busiest_ulysses_rank(q_heads, kv_heads, ulysses_size)
     )
@@ -93,7 +94,8 @@ def largest_share(q_heads: int, kv_heads: int, ulysses_size: int) -> tuple[int, 
 
 
 def has_equal_shares(q_heads: int, kv_heads: int, ulysses_size: int) -> bool:
-    """Return whether Ulysses ranks have equal numbers of heads, and shared k/v heads equal numbers of Ulysses ranks."""
+    """Return whether all Ulysses ranks get equally many heads, and shared k/v heads are shared by equally many ranks.
+    """
     return q_heads % ulysses_size == 0 and (kv_heads % ulysses_size == 0 or ulysses_size % kv_heads == 0)
 
 
@@ -103,15 +105,17 @@ def legal_ulysses(size: int, q_heads: int) -> list[int]:
 
 
 def even_ulysses(size: int, q_heads: int, kv_heads: int, head_chunks: int = 1) -> list[int]:
-    """Return, in ascending order, the Ulysses sizes U that divide `size` and the heads equally, and leave each Ulysses
-    rank a head in every head chunk. If U > kv_heads, U / kv_heads Ulysses ranks share a key/value head.
+    """Return, in ascending order, the Ulysses sizes that divide both `size` and the heads evenly.
+
+    Every Ulysses rank must also have a head in each head chunk. If a Ulysses size U exceeds `kv_heads`, U / kv_heads
+    Ulysses ranks share each key/value head.
     """
     even = [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
     return [u for u in even if max_head_chunks(q_heads, kv_heads, u) >= head_chunks]
 
 
 def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_chunks: int | str = 1) -> None:
-    """Raise ConfigError if these heads cannot be divided among this many Ulysses ranks and head chunks."""
+    """Raise ConfigError if the heads cannot be divided among this many Ulysses ranks and head chunks."""
     if kv_heads < 1 or q_heads % kv_heads:
         raise ConfigError(f"query heads must be a multiple of key/value heads; got {q_heads} and {kv_heads}")
     if ulysses > q_heads:
@@ -133,33 +137,35 @@ def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_ch
 
 
 def tensor_share(heads: int, kv_heads: int | None, ulysses_size: int, ulysses_rank: int) -> slice:
-    """Return the heads of a tensor with `heads` heads that a Ulysses rank works on. The tensor is k or v if it has
-    kv_heads heads or kv_heads is None; otherwise it is q. (If q has as many heads as k, both have the same shares.)
+    """Return the slice of a tensor's heads that a Ulysses rank works on.
+
+    The tensor is taken to be k or v if it has `kv_heads` heads or `kv_heads` is None, and to be q otherwise. If q and k
+    have the same number of heads, their shares are identical.
     """
     q, kv = heads_of_ulysses_rank(heads, kv_heads or heads, ulysses_size, ulysses_rank)
     return kv if kv_heads in (None, heads) else q
 
 
 class EqualShares(NamedTuple):
-    """Neighboring Ulysses ranks with equal shares of heads."""
+    """A group of consecutive Ulysses ranks with equal shares of heads."""
 
-    ranks: int  # number of these Ulysses ranks
-    heads: tuple[int, ...]  # of each tensor: number of heads of one Ulysses rank
-    spans: tuple[slice, ...]  # of each tensor: the heads of all these Ulysses ranks together
-    sharers: tuple[int, ...]  # of each tensor: how many of these Ulysses ranks work on the same head
+    ranks: int  # number of Ulysses ranks in the group
+    heads: tuple[int, ...]  # for each tensor, the number of heads per Ulysses rank
+    spans: tuple[slice, ...]  # for each tensor, the heads of the whole group
+    sharers: tuple[int, ...]  # for each tensor, the number of Ulysses ranks that share a head
 
 
 class HeadShares(NamedTuple):
-    """The division among Ulysses ranks of the heads of tensors that are sent together."""
+    """The division of heads among Ulysses ranks, for tensors that are sent together."""
 
-    totals: tuple[int, ...]  # number of heads of each tensor
-    groups: tuple[EqualShares, ...]  # all Ulysses ranks, in order
-    split: tuple[bool, ...]  # of each tensor: whether Ulysses ranks that share a head of it are in several groups
+    totals: tuple[int, ...]  # total number of heads of each tensor
+    groups: tuple[EqualShares, ...]  # the groups of Ulysses ranks, in rank order
+    split: tuple[bool, ...]  # for each tensor, whether a shared head spans several groups
 
 
 @functools.lru_cache(maxsize=256)
 def head_shares(totals: tuple[int, ...], kv_heads: int | None, ulysses_size: int) -> HeadShares:
-    """Return the `HeadShares` of tensors with `totals` heads. kv_heads: as for `tensor_share`."""
+    """Return the `HeadShares` of tensors with `totals` heads. `kv_heads` has the same meaning as in `tensor_share`."""
     shares = [
         tuple(tensor_share(total, kv_heads, ulysses_size, ulysses_rank) for total in totals)
         for ulysses_rank in range(ulysses_size)
@@ -182,7 +188,7 @@ def head_shares(totals: tuple[int, ...], kv_heads: int | None, ulysses_size: int
 
 
 def _group(shares: list[tuple[slice, ...]]) -> EqualShares:
-    """Return the group of Ulysses ranks with these shares: each rank's heads of each tensor."""
+    """Return the group of Ulysses ranks with the given shares: for each rank, its slice of heads of each tensor."""
     heads = tuple(head_slice.stop - head_slice.start for head_slice in shares[0])
     spans = tuple(slice(first.start, last.stop) for first, last in zip(shares[0], shares[-1], strict=True))
     sharers = (len(shares) * h // (span.stop - span.start) for h, span in zip(heads, spans, strict=True))
@@ -190,23 +196,25 @@ def _group(shares: list[tuple[slice, ...]]) -> EqualShares:
 
 
 class MessageLayout(NamedTuple):
-    """The messages of an exchange of heads for one Ulysses rank. Each is (tokens, batch, elements). Inward, the
-    elements are those of the receiver's heads of every tensor; outward, of the sender's heads.
+    """The messages that one Ulysses rank sends and receives in a head exchange.
+
+    Each message has the shape (tokens, batch, elements). Inward messages carry the receiver's heads of every tensor;
+    outward messages carry the sender's heads.
     """
 
     shares: HeadShares
-    widths: tuple[int, ...]  # of each tensor: elements of a head
-    heads: tuple[int, ...]  # of each tensor: number of heads that this Ulysses rank works on
+    widths: tuple[int, ...]  # elements per head of each tensor
+    heads: tuple[int, ...]  # number of this Ulysses rank's heads of each tensor
     batch: int
-    tokens: tuple[int, ...]  # of each Ulysses rank
+    tokens: tuple[int, ...]  # number of tokens of each Ulysses rank
     rank: int
-    # elements of this rank's tokens and each Ulysses rank's heads: those sent inward, and received outward
+    # per Ulysses rank: elements of this rank's tokens and that rank's heads, sent inward and received outward
     of_local: tuple[int, ...]
-    # elements of each Ulysses rank's tokens and this rank's heads: those received inward, and sent outward
+    # per Ulysses rank: elements of that rank's tokens and this rank's heads, received inward and sent outward
     of_inner: tuple[int, ...]
 
     def sizes(self, inward: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the numbers of elements sent to, and received from, each Ulysses rank."""
+        """Return the numbers of elements sent to each Ulysses rank and received from each Ulysses rank."""
         return (self.of_local, self.of_inner) if inward else (self.of_inner, self.of_local)
 
 
@@ -220,10 +228,10 @@ def message_layout(
     Args:
         totals: Number of heads of each tensor.
         widths: Elements per head of each tensor.
-        kv_heads: As for `tensor_share`.
+        kv_heads: Number of key/value heads or None, as in `tensor_share`.
         batch: Number of sequences.
         tokens: Number of tokens of each Ulysses rank.
-        ulysses_rank: This rank's.
+        ulysses_rank: The Ulysses rank that sends and receives these messages.
     """
     shares = head_shares(totals, kv_heads, len(tokens))
     heads = [group.heads for group in shares.groups for _ in range(group.ranks)]

@@ -1,4 +1,4 @@
-"""Named axes of ranks, and named layouts, which define the tokens that each rank holds. Integers only."""
+"""Named axes of ranks, and named layouts that assign tokens to ranks. Only integers, no tensors."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import NamedTuple
 from ....base.errors import SECTION, ConfigError
 
 Axes = tuple[tuple[str, int], ...]
-Key = tuple[int, ...]  # sorted numbers of blocks
+Key = tuple[int, ...]  # sorted block numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
     """All ranks of a job, each with a coordinate on every axis.
 
-    The fastest axis comes first: neighbors along it are neighboring ranks.
+    The fastest-varying axis comes first, so neighbors along the first axis have consecutive ranks.
 
     Attributes:
-        axes: ((name, size), ...). "ulysses" and "data" are special; every other axis is a CP axis.
-        inner: The CP axes in the order in which CP ranks are numbered, the fastest first, regardless of placement.
-            Defaults to their order in `axes`.
-        collective_axes: The CP axes along which a schedule has collectives.
+        axes: Pairs (name, size). The names "ulysses" and "data" are reserved; all other axes are CP axes.
+        inner: CP axes in CP rank numbering order, fastest-varying first, regardless of placement. Defaults to the order
+            in `axes`.
+        collective_axes: CP axes along which the schedule runs collectives.
     """
 
     axes: Axes
@@ -36,11 +36,11 @@ class Topology:
     def of(
         cls, inner: Axes, *, ulysses: int, data: int, order: tuple[str, ...], collective_axes: tuple[str, ...] = ()
     ) -> Topology:
-        """Return the topology of a schedule's axes.
+        """Return the topology for a schedule's axes.
 
         Args:
-            inner: The schedule's axes, in the order in which its CP ranks are numbered.
-            order: The order of all axes, see `axis_order`.
+            inner: Axes of the schedule, in CP rank numbering order.
+            order: Order of all axes; see `axis_order`.
         """
         sizes = {"ulysses": ulysses, **dict(inner), "data": data}
         return cls(
@@ -56,7 +56,7 @@ class Topology:
         return self.inner or tuple(name for name, _ in self.axes if name not in ("ulysses", "data"))
 
     def size(self, *names: str) -> int:
-        """Return the number of ranks that the named axes span."""
+        """Return the number of ranks spanned by the named axes."""
         return math.prod([self._sizes.get(name, 1) for name in names])
 
     @functools.cached_property
@@ -64,7 +64,7 @@ class Topology:
         return dict(self.axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return axis -> the rank's coordinate on it."""
+        """Map each axis to the rank's coordinate on that axis."""
         coordinates = {}
         for name, size in self.axes:
             rank, coordinates[name] = divmod(rank, size)
@@ -77,7 +77,7 @@ class Topology:
         return rank
 
     def index(self, rank: int, *names: str) -> int:
-        """Return the rank's number within the named axes, the first name fastest."""
+        """Return the rank's index within the named axes, where the first name varies fastest."""
         number, stride = 0, 1
         coordinates = self.coordinates(rank)
         for name in names:
@@ -85,22 +85,22 @@ class Topology:
         return number
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` only on the named axes, ordered by `index(..., *names)`."""
+        """Return the ranks that share all coordinates with `rank` except on the named axes, ordered by `index`."""
         coordinates = self.coordinates(rank)
         points = itertools.product(*(range(self.size(name)) for name in reversed(names)))
         return tuple(self.rank({**coordinates, **dict(zip(reversed(names), point, strict=True))}) for point in points)
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:
-        """Return the `group`s of all ranks, in an order that is the same on every rank."""
+        """Return all distinct groups along the named axes, in the same order on every rank."""
         return sorted({self.group(rank, *names) for rank in range(self.world_size)})
 
 
 def axis_order(inner: Axes, rank_order: Sequence[str] | str, presets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the order of "ulysses", the CP axes and "data", the fastest axis first.
+    """Return the order of "ulysses", the CP axes and "data", fastest-varying axis first.
 
     Args:
-        rank_order: A preset's name, or the order itself, in which "data" may be left out.
-        presets: Name -> the axes that the preset puts first.
+        rank_order: Name of a preset, or an explicit order that may omit "data".
+        presets: For each preset, the axes that it places first.
 
     Raises:
         ConfigError: `rank_order` does not name every axis exactly once.
@@ -116,7 +116,7 @@ def axis_order(inner: Axes, rank_order: Sequence[str] | str, presets: Mapping[st
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors of a number, ascending."""
+    """Return all divisors of a number in ascending order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d < number]
 
@@ -125,7 +125,7 @@ def divisors(number: int) -> list[int]:
 
 
 class Run(NamedTuple):
-    """`length` tokens at positions start, start + step, ..."""
+    """A run of `length` tokens at the positions start, start + step, start + 2 step, ..."""
 
     start: int
     step: int
@@ -141,20 +141,20 @@ class Run(NamedTuple):
 
 
 Runs = tuple[Run, ...]
-RunsOf = Callable[[int, int, int], Runs]  # (tokens, ranks, rank) -> the rank's runs
+RunsOf = Callable[[int, int, int], Runs]  # function (tokens, ranks, rank) that returns the rank's runs
 
 
 def contiguous(tokens: int, ranks: int, rank: int) -> Runs:
-    """Give rank r the r-th of `ranks` slices."""
+    """Split the sequence into `ranks` slices and assign slice r to rank r."""
     first, end = _share(tokens, ranks, rank)
     return _nonempty(Run(first, 1, end - first))
 
 
 def zigzag(tokens: int, ranks: int, rank: int) -> Runs:
-    """Give rank r chunks r and 2A-1-r of 2A: all ranks have the same causal work in every ring step.
+    """Split the sequence into 2A chunks and assign chunks r and 2A-1-r to rank r.
 
-    If the number of tokens is not a multiple of 2A, tokens are assigned from the outermost inwards, half of a rank's
-    share from the front.
+    All ranks then have the same amount of causal work in every ring step. If the number of tokens is not a multiple of
+    2A, tokens are assigned from both ends of the sequence inward, and half of each rank's share comes from the front.
     """
     first, end = _share(tokens, ranks, rank)
     low, high = (first + 1) // 2, (end + 1) // 2
@@ -162,7 +162,7 @@ def zigzag(tokens: int, ranks: int, rank: int) -> Runs:
 
 
 def striped(tokens: int, ranks: int, rank: int) -> Runs:
-    """Give rank r every A-th token from r on (Striped Attention, section 3.1)."""
+    """Assign every A-th token, starting from token r, to rank r (Striped Attention, section 3.1)."""
     return _nonempty(Run(rank, ranks, len(range(rank, tokens, ranks))))
 
 
@@ -176,28 +176,28 @@ def _nonempty(*runs: Run) -> Runs:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Layout:
-    """A rule that divides a sequence among ranks."""
+    """A rule for dividing a sequence among ranks."""
 
-    name: str  # as in settings
-    runs: RunsOf  # for any number of tokens; the shares of ranks differ by one token at most
-    # number of runs that a rank's tokens are cut into, equal where the length is a multiple of ranks * chunks
+    name: str  # name in the settings
+    runs: RunsOf  # supports any number of tokens; shares differ by at most one token
+    # number of runs per rank; all runs are equally long if the sequence length is a multiple of ranks * chunks
     chunks: int = 1
-    blocks_per_rank: int = 1  # with several each block is one run, even an empty one; with 1 all runs are one block
+    blocks_per_rank: int = 1  # if 1, all runs form one block; if more, each run (even an empty one) is a block
 
 
-# layouts for any number of ranks. "balanced" is zigzag where a sequence is one document; `balance.balanced` divides
-# several documents
+# Layouts for any number of ranks. "balanced" is zigzag for a sequence of one document; `balance.balanced` divides
+# sequences of several documents.
 COMMON = (
     Layout(name="balanced", runs=zigzag, chunks=2),
     Layout(name="contiguous", runs=contiguous),
     Layout(name="striped", runs=striped),
     Layout(name="zigzag", runs=zigzag, chunks=2),
 )
-LAYOUTS = {layout.name: layout for layout in COMMON}  # and those that schedules register
+LAYOUTS = {layout.name: layout for layout in COMMON}  # also contains layouts that schedules register
 
 
 def register(*layouts: Layout) -> None:
-    """Register layouts by their names.
+    """Register layouts by name.
 
     Raises:
         ConfigError: A name is taken.
@@ -213,20 +213,19 @@ def remove(*layouts: Layout) -> None:
 
 
 def multiple(layout: str, size: int, ulysses: int) -> int:
-    """Return the number that must divide lengths: `size`, or more if a rank has several chunks."""
+    """Return the number that sequence lengths must be a multiple of: `size`, or more if a rank has several chunks."""
     return math.lcm(LAYOUTS[layout].chunks * size // ulysses, size)
 
 
 def join(groups: Iterable[Runs]) -> Runs:
-    """Return the runs of several blocks in the order of gathered blocks, i.e. by position."""
+    """Return the runs of several blocks sorted by position, the token order of gathered blocks."""
     return tuple(sorted(run for runs in groups for run in runs))
 
 
 def owned(rank: int, blocks_per_rank: int) -> Key:
-    """Return the blocks of a rank."""
+    """Return the blocks that a rank owns."""
     return tuple(range(rank * blocks_per_rank, (rank + 1) * blocks_per_rank))
 
 
 def owner(block: int, blocks_per_rank: int) -> int:
-    """Return the rank that owns a block."""
     return block // blocks_per_rank

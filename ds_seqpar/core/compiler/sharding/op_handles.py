@@ -1,4 +1,4 @@
-"""Integer handles for Python objects: torch custom ops accept only tensors and scalars."""
+"""Integer handles for Python objects, because torch custom ops accept only tensors and scalars."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ _numbers = itertools.count()
 
 
 def handle_of(obj: Any) -> int:
-    """Return a handle of an object, valid as long as something else refers to the object."""
+    """Return a handle for an object, valid as long as the object is referenced elsewhere."""
     handle = next(_numbers)
     _OBJECTS[handle] = obj
     return handle
 
 
 def objects_of(*handles: int) -> list[Any]:
-    """Return the objects, so that a backward refers to them even if the caller drops them. Skip a compiler's symbols,
-    which stand for changing numbers, and negative numbers, which are not handles.
+    """Return the objects of the given handles, so that a backward can keep them alive after the caller drops them.
+
+    Symbolic integers (placeholders of torch.compile for changing numbers) and negative numbers are not handles and are
+    skipped.
     """
     return [object_of(handle) for handle in handles if type(handle) is int and handle >= 0]
 

@@ -1,4 +1,4 @@
-"""The tokens that the blocks of every CP rank hold: by a named layout, or by explicit runs."""
+"""Shards: the tokens in each CP rank's blocks, defined by a named layout or by explicit runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .op_handles import handle_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvenShards:
-    """A named layout of `seq` tokens on `size` CP ranks, the same for q and k/v."""
+    """A named layout of `seq` tokens on `size` CP ranks, identical for q and k/v."""
 
     layout: str
     seq: int
@@ -26,11 +26,12 @@ class EvenShards:
 
     @property
     def even(self) -> bool:
-        """Whether all blocks of q, and all of k/v, have the same number of tokens."""
+        """Whether all q blocks have the same number of tokens, and all k/v blocks too."""
         return True
 
     def runs(self, side: str, key: Key) -> Runs:
-        """Return the tokens of some blocks in the order of gathered blocks, i.e. by position. side: "q" or "kv"."""
+        """Return the runs of some blocks sorted by position, the token order of gathered blocks. `side` is "q" or "kv".
+        """
         return join(self._block(block) for block in key)
 
     def _block(self, block: int) -> Runs:
@@ -43,24 +44,25 @@ class EvenShards:
 
 
 class UnevenShards:
-    """Define which tokens each CP rank holds, instead of the configured layout.
+    """An explicit assignment of tokens to CP ranks, replacing the configured layout.
 
-    Tokens are given as runs (start, step, length) of global positions, all in tokens. The runs of q together must hold
-    every position of their sequence exactly once, and so must the runs of kv. Instances are hashable by value.
+    Tokens are given as runs (start, step, length) of global positions. The q runs of all ranks must cover every
+    position of the query sequence exactly once, and the kv runs every position of the key/value sequence. Instances are
+    hashable by value.
 
-    New tokens that attend only to kept keys (`SequenceParallel.cache_attention`) begin at position `q_start`: q then
-    holds every position from there on, and kv every position from 0 on.
+    New tokens that attend only to cached keys (`SequenceParallel.cache_attention`) begin at position `q_start`. In that
+    case, the q runs cover all positions from `q_start` on, and the kv runs all positions from 0 on.
 
     Args:
-        q: The runs of each CP rank's queries; with several `blocks_per_rank`, the runs of each block, where rank r's
-            blocks start at block r * blocks_per_rank.
-        kv: The same for keys and values. Defaults to `q`.
-        blocks_per_rank: Number of blocks that each rank holds: 2 for the `pairs` layouts, otherwise 1.
+        q: Runs of each CP rank's queries. With several `blocks_per_rank`, the runs of each block, where rank r's blocks
+            start at index r * blocks_per_rank.
+        kv: Runs of each CP rank's keys and values, in the same format. Defaults to `q`.
+        blocks_per_rank: Number of blocks per rank: 2 for the `pairs` layouts, otherwise 1.
         q_start: Position of the first query.
 
     Raises:
-        InputError: The runs do not hold every position exactly once, a rank's runs do not ascend, q and kv have
-            different numbers of ranks, or ranks have different numbers of blocks.
+        InputError: The runs do not cover every position exactly once, a rank's runs are not in ascending order, q and
+            kv have different numbers of ranks, or ranks have different numbers of blocks.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ Shards = EvenShards | UnevenShards
 
 
 def _blocks(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
-    """Return the runs of all blocks, with whole numbers as int; `_check_cover` refuses anything else."""
+    """Return the runs of all blocks, with integer-like values converted to int; `_check_cover` rejects other values."""
 
     def number(x: int) -> int:
         return x if (whole := whole_number(x)) is None else whole
@@ -139,7 +141,7 @@ def tokens_of(shards: Shards, side: str, cp_rank: int) -> int:
 
 
 def rows_in(shards: Shards, side: str, block: int) -> slice:
-    """Return the rows of a block's tokens among the tokens of its owner."""
+    """Return the slice of a block's tokens within its owner's tokens."""
     before = shards.tokens(side, tuple(range(block - block % shards.blocks_per_rank, block)))
     return slice(before, before + shards.tokens(side, (block,)))
 
@@ -154,7 +156,10 @@ def tokens_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size
 
 
 def runs_of_sp_rank(shards: Shards, side: str, ulysses_size: int, sp_rank: int) -> Runs:
-    """Return the runs of an SP rank's tokens: its CP rank's in order, in shares that differ by at most one token."""
+    """Return the runs of an SP rank's tokens.
+
+    The SP ranks of a CP rank divide the CP rank's tokens, in order, into shares that differ by at most one token.
+    """
     cp_rank, ulysses_rank = divmod(sp_rank, ulysses_size)
     counts = tokens_by_ulysses_rank(shards, side, cp_rank, ulysses_size)
     first, before, share = sum(counts[:ulysses_rank]), 0, list[Run]()
@@ -167,12 +172,11 @@ def runs_of_sp_rank(shards: Shards, side: str, ulysses_size: int, sp_rank: int) 
 
 
 def length(runs: Runs) -> int:
-    """Return the number of tokens in runs."""
     return sum(run.length for run in runs)
 
 
 def check_blocks_per_rank(shards: Shards, layout: str) -> None:
-    """Raise InputError unless shards and layout have the same number of blocks per rank."""
+    """Raise InputError unless the shards and the layout have the same number of blocks per rank."""
     if shards.blocks_per_rank != (blocks_per_rank := LAYOUTS[layout].blocks_per_rank):
         raise InputError(
             f"attention needs shards of {blocks_per_rank} block{'s' * (blocks_per_rank > 1)} a rank, as the {layout} "
@@ -181,9 +185,7 @@ def check_blocks_per_rank(shards: Shards, layout: str) -> None:
 
 
 def _check_cover(side: str, blocks: Sequence[Runs], first: int = 0) -> None:
-    """Raise InputError unless all ranks together hold every position from `first` on exactly once. blocks: the runs of
-    each rank.
-    """
+    """Raise InputError unless the given runs of all ranks cover every position from `first` on exactly once."""
     for run in (run for block in blocks for run in block):
         if any(type(x) is not int for x in run) or run.start < 0 or run.step < 1 or run.length < 0:
             raise InputError(
@@ -194,7 +196,7 @@ def _check_cover(side: str, blocks: Sequence[Runs], first: int = 0) -> None:
     total = length(tuple(runs))
     covered = all(first <= run.start and run.last < first + total for run in runs)
     if covered:
-        held = bytearray(total)  # 1 for each position that some run holds
+        held = bytearray(total)  # 1 for each position that a run covers
         for run in runs:
             held[run.start - first : run.last + 1 - first : run.step] = b"\1" * run.length
         covered = 0 not in held
@@ -207,7 +209,7 @@ def _check_cover(side: str, blocks: Sequence[Runs], first: int = 0) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def rows_of(shards: Shards, side: str, blocks: Key, subset: Key) -> tuple[slice, ...]:
-    """Return the rows of the tokens of `subset` among the tokens of `blocks`, both by position."""
+    """Return the slices of the tokens of `subset` within the tokens of `blocks`, with both sorted by position."""
     wanted, rows, row = set(shards.runs(side, subset)), [], 0
     for run in shards.runs(side, blocks):
         if run in wanted:
