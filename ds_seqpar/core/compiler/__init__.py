@@ -1,3 +1,4 @@
-"""Decisions made before anything runs: which rank holds which tokens, and what is computed where and when. Integers
-only.
+"""The compiler: decides, before anything runs, which rank holds which tokens and what each rank computes when.
+
+The compiler works only with integers, not with tensors.
 """

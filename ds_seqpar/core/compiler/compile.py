@@ -1,8 +1,8 @@
 """The compiler: turns settings, mask and lengths into the program of one rank.
 
-Each stage is cached by its inputs. The structure of a program specifies what is computed and moved, in which order, and
-in which slots. It depends on which blocks meet; under a causal or full mask lengths do not affect that. The lengths
-determine the tokens of slots and the tiles of products.
+Each stage caches its results by its inputs. The structure of a program specifies what is computed and moved, in which
+order, and in which slots. This structure depends on which blocks meet, which lengths do not affect under a causal or
+full mask. Lengths determine the number of tokens per slot and the tiles of each product.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .sharding.shards import Shards, length, tokens_of
 from .tiles.launches import PLAIN_KERNEL, KernelSupport, launches
 from .tiles.tiles import Tile, tiles
 
-CACHE_SIZE = 64  # entries of each cache: more than the masks and lengths in use at one time
+CACHE_SIZE = 64  # entries per cache; more than the number of masks and lengths in use at a time
 T = TypeVar("T")
 Arguments = ParamSpec("Arguments")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The settings from which plans are made, for any mask and lengths."""
+    """The settings from which plans are built, for any mask and lengths."""
 
     schedule: Schedule
     topology: Topology
@@ -47,13 +47,13 @@ class Recipe:
         return self.topology.size(*self.topology.cp_axes)
 
     def moving_side(self, direction: str, block_mask: BlockMask, sizes: Mapping[str, int]) -> str:
-        """Return the side that moves: the configured one, or the one that "auto" chooses.
+        """Return the configured moving side, or the side that "auto" selects.
 
-        "auto" chooses the side with which the busiest rank receives the fewest bytes. If two sides tie, it is the
-        schedule's first side under a plain block mask, and otherwise the side with the smaller total over all ranks.
+        "auto" selects the side for which the busiest rank receives the fewest bytes. On a tie, it selects the
+        schedule's first side if the block mask is plain, and otherwise the side with the smaller total over all ranks.
 
         Args:
-            sizes: bytes of a token of each kind; all blocks of a side are assumed to be equally long.
+            sizes: Bytes per token of each kind, assuming blocks of equal length on each side.
         """
         chosen, sides = self.forward if direction == "forward" else self.backward, self.schedule.moving_sides
         if chosen != "auto" or len(sides) == 1:
@@ -66,10 +66,10 @@ class Recipe:
     def bytes_received(
         self, direction: str, moving_side: str, sizes: Mapping[str, int], block_mask: BlockMask | None = None
     ) -> list[float]:
-        """Return the bytes that each rank receives.
+        """Return the number of bytes that each rank receives.
 
-        Without a block mask, or if the schedule cannot take one into account, these are the bytes for all products that
-        the schedule can compute. `sizes` contains the bytes of a block of each kind.
+        If there is no block mask, or the schedule does not take it into account, every product that the schedule can
+        compute is assumed to be needed. `sizes` contains the bytes per block of each kind.
         """
         if block_mask:
             steps = self.schedule.build(self.topology, block_mask, direction, moving_side)
@@ -79,12 +79,12 @@ class Recipe:
         return self.schedule.received(axes, direction, moving_side, sizes)
 
     def plan(self, direction: str, block_mask: BlockMask, shape: Shape) -> Plan:
-        """Return the plan of all ranks. Raise ConfigError if the schedule does not have one for the visible blocks."""
+        """Return the plan of all ranks. Raise ConfigError if the schedule has no plan for the visible blocks."""
         sizes = shape.bytes_per_token(direction)
         return _plan(self, direction, block_mask, self.moving_side(direction, block_mask, sizes), tuple(sizes.items()))
 
     def steps(self, direction: str, block_mask: BlockMask, shape: Shape, rank: int) -> Steps:
-        """Return the steps of one rank. With overlap they are taken from the plan of all ranks."""
+        """Return the steps of one rank, taken from the plan of all ranks if overlap is on."""
         if self.overlap:
             return self.plan(direction, block_mask, shape).ranks[rank]
         moving_side = self.moving_side(direction, block_mask, shape.bytes_per_token(direction))
@@ -93,9 +93,9 @@ class Recipe:
 
 @functools.lru_cache(maxsize=CACHE_SIZE)
 def _cheapest_side(recipe: Recipe, direction: str, block_mask: BlockMask, sizes: tuple[tuple[str, int], ...]) -> str:
-    """Return the moving side with which the busiest rank receives the fewest bytes.
+    """Return the moving side for which the busiest rank receives the fewest bytes.
 
-    If two sides tie, it is the one with the smaller total over all ranks.
+    On a tie, return the side with the smaller total over all ranks.
     """
 
     def cost(side: str) -> tuple[float, float]:
@@ -105,7 +105,7 @@ def _cheapest_side(recipe: Recipe, direction: str, block_mask: BlockMask, sizes:
     return min(recipe.schedule.moving_sides, key=cost)
 
 
-@functools.lru_cache(maxsize=2)  # the virtual ranks of one process all read the same plan
+@functools.lru_cache(maxsize=2)  # all virtual ranks of a process use the same plan
 def _plan(
     recipe: Recipe, direction: str, block_mask: BlockMask, moving_side: str, sizes: tuple[tuple[str, int], ...]
 ) -> Plan:
@@ -115,7 +115,9 @@ def _plan(
 
 
 def _kept(method: Callable[Concatenate[Any, Arguments], T]) -> Callable[Concatenate[Any, Arguments], T]:
-    """Cache a method's results in its object's `results`; a cache of bound methods would create a reference cycle."""
+    """Cache a method's results in the `results` of its object, because a cache of bound methods would create a
+    reference cycle.
+    """
     name = method.__name__
 
     @functools.wraps(method)
@@ -129,12 +131,12 @@ def _kept(method: Callable[Concatenate[Any, Arguments], T]) -> Callable[Concaten
 
 
 class BoundProgram:
-    """A program with the lengths of one call. The walker, the simulator and the memory estimate read it.
+    """A program bound to the lengths of one call, used by the executor, the simulator and the memory estimate.
 
     Args:
-        shapes: for each head chunk, the shape of its inner tensors.
-        support: what the kernel supports.
-        heads: the heads of each Ulysses rank in each head chunk.
+        shapes: Shape of the inner tensors of each head chunk.
+        support: Features that the kernel supports.
+        heads: Heads of each Ulysses rank in each head chunk.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class BoundProgram:
         self.program, self.shapes, self.shards, self.mask, self.support = program, shapes, shards, mask, support
         self.shape, self.heads = shapes[0], heads
         self._per_token = [shape.elements_per_token(program.direction) for shape in shapes]
-        self.results: dict[tuple, Any] = {}  # of the methods that are `_kept`, which each walk calls
+        self.results: dict[tuple, Any] = {}  # results of `_kept` methods, which every execution calls
 
     @_kept
     def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
@@ -158,17 +160,16 @@ class BoundProgram:
 
     @_kept
     def most_keys(self) -> int:
-        """Return the number of keys of the launch with the most keys."""
+        """Return the maximum number of keys in any launch."""
         products = {(x.q, x.kv) for x in self.program.code if isinstance(x, Product)}
         return max((tile.k1 - tile.k0 for product in products for tile in self.launches(*product)), default=0)
 
     def tokens(self, kind: str, key: Key) -> int:
-        """Return the number of tokens of a unit."""
         return self.shards.tokens(side_of(kind), key)
 
     @_kept
     def unit_size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
-        """Return (elements of a unit in this slot, bytes that it occupies in the slot)."""
+        """Return the number of elements of a unit in this slot, and the bytes that it occupies in the slot."""
         tokens, elements = self.tokens(kind, key), self._per_token[self.program.slots[slot].head_chunk][kind]
         return tokens * elements, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
 
@@ -182,7 +183,7 @@ class BoundProgram:
 
     @_kept
     def locations(self, slot: int, kind: str, key: Key) -> tuple[FieldLocation, ...]:
-        """Return the locations of a unit's tensors; units with the same number of tokens share the object."""
+        """Return the locations of a unit's tensors, as an object shared by units with the same number of tokens."""
         return self._locations(slot, self.tokens(kind, key))
 
     @_kept
@@ -191,7 +192,7 @@ class BoundProgram:
 
     @_kept
     def fields(self, slot: int) -> tuple[Field, ...]:
-        """Return the tensors of a unit in this slot, which must not be a slot of an exchange."""
+        """Return the tensors of a unit in this slot, which must not be a slot of a head exchange."""
         kind, role, _, head_chunk, _ = self.program.slots[slot]
         shape = self.shapes[head_chunk]
         dtype = shape.accum_dtype if role == "accum" else None  # None: results are in comm_dtype
@@ -199,7 +200,7 @@ class BoundProgram:
 
     @_kept
     def slot_bytes(self, slot: int) -> int:
-        """Return the bytes of a slot, i.e. of its largest unit, whose blocks are stored one after the other."""
+        """Return the size of a slot in bytes: the size of its largest unit, whose blocks are stored consecutively."""
         kind, role, keys, _, exchange = self.program.slots[slot]
         if exchange:
             sizes = self.exchange_sizes(exchange)
@@ -212,11 +213,11 @@ class BoundProgram:
 class Compiler:
     """Compiles and caches the programs of one rank.
 
-    An inner program covers one head chunk, without exchanges of heads. The program of a call covers all head chunks
-    with their exchanges. A bound program also has lengths.
+    An inner program covers one head chunk, without head exchanges. The program of a call covers all head chunks and
+    their exchanges. A bound program also includes lengths.
 
     Args:
-        receive_ahead: number of steps by which receives are posted early, as the transport requires (see `lower`).
+        receive_ahead: Number of steps by which receives are posted early, as required by the transport (see `lower`).
     """
 
     def __init__(self, recipe: Recipe, rank: int, receive_ahead: int = 0) -> None:
@@ -229,10 +230,10 @@ class Compiler:
     def bound_inner(
         self, direction: str, mask: Mask, shards: Shards, shape: Shape, support: KernelSupport = PLAIN_KERNEL
     ) -> BoundProgram:
-        """Return an inner program with lengths. `shape` describes the inner tensors.
+        """Return an inner program bound to lengths. `shape` describes the inner tensors.
 
         Raises:
-            ConfigError: if the schedule does not support this mask for these shards.
+            ConfigError: The schedule does not support this mask for these shards.
         """
 
         def make() -> BoundProgram:
@@ -245,14 +246,14 @@ class Compiler:
         self, direction: str, mask: Mask, shards: Shards, local: Shape, ulysses: UlyssesGroup, support: KernelSupport,
         head_chunks: int = 1, saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False,
     ) -> BoundProgram:  # fmt: skip
-        """Return the program of one call of attention, with lengths.
+        """Return the program of one attention call, bound to its lengths.
 
         Args:
-            local: the shape of this rank's local tensors with all heads.
-            lse: whether the lse is returned to the caller.
+            local: Shape of this rank's local tensors, which have all heads.
+            lse: Whether the lse is returned to the caller.
 
         Raises:
-            ConfigError: as `bound_inner`.
+            ConfigError: The schedule does not support this mask for these shards.
         """
 
         def make() -> BoundProgram:
@@ -268,19 +269,21 @@ class Compiler:
         self, inner: tuple[Program, ...], ulysses_size: int, shards: Shards, saved: SavedForBackward, lse: bool,
         kv: tuple[str, ...],
     ) -> Program:  # fmt: skip
-        """Return the program of a call, from the inner program of each head chunk."""
+        """Return the program of a call, built from the inner program of each head chunk."""
         q_tokens, kv_tokens = (tokens_of(shards, side, self.rank) for side in ("q", "kv"))
-        same_tokens = q_tokens == kv_tokens  # then q, k and v can be sent in one exchange
+        same_tokens = q_tokens == kv_tokens  # if True, one exchange can carry q, k and v
         options = ulysses_size, same_tokens, saved, lse, self.recipe.overlap, kv
-        # the inner programs are cached with the entry, so that an `id` stays valid as long as the entry does
+        # the entry also contains the inner programs, so that each `id` stays valid as long as the entry exists
         cache_key = tuple(map(id, inner)), *options
         return _cached(self._calls, cache_key, lambda: (inner, call_program(inner, *options)))[1]
 
     def inner_program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
-        """Return the program of one head chunk. Raise ConfigError as `bound_inner` does."""
+        """Return the program of one head chunk. Raise ConfigError if the schedule does not support the mask for these
+        shards.
+        """
         block_mask = self.block_mask(mask, shards)
         comm_in_accum_dtype = shape.comm_dtype == shape.accum_dtype
-        # of the shape, the cache key has only what the steps depend on
+        # the cache key only includes properties of the shape that the steps depend on
         sizes = tuple(shape.bytes_per_token(direction).items()) if self.recipe.overlap else ()
         moving_side = self.recipe.moving_side(direction, block_mask, shape.bytes_per_token(direction))
 
@@ -296,12 +299,11 @@ class Compiler:
         return _cached(self._inner, (direction, block_mask, moving_side, comm_in_accum_dtype, sizes), make)
 
     def block_mask(self, mask: Mask, shards: Shards) -> BlockMask:
-        """Return which blocks meet (see `block_mask_of`)."""
         return _cached(self._block_masks, (mask, shards), lambda: block_mask_of(mask, shards))
 
 
 def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
-    """Return which pairs of blocks meet, i.e. some query of one sees some key of the other."""
+    """Return which pairs of blocks meet, i.e. some query in the q block sees some key in the kv block."""
     q, kv = (
         [shards.runs(side, (block,)) for block in range(shards.size * shards.blocks_per_rank)] for side in ("q", "kv")
     )
@@ -311,12 +313,14 @@ def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
 
 
 def side_of(kind: str) -> str:
-    """Return the side, "q" or "kv", whose tokens a unit of this kind has."""
+    """Return the side, "q" or "kv", to which the tokens of a unit of this kind belong."""
     return "kv" if kind in ("kv", "dkv") else "q"
 
 
 def _cached(cache: OrderedDict[Hashable, T], cache_key: Hashable, make: Callable[[], T]) -> T:
-    """Return the entry of this key, created if missing. Beyond CACHE_SIZE, the least recently used entry is evicted."""
+    """Return the cache entry for this key, creating it if missing. Evict the least recently used entry beyond
+    CACHE_SIZE.
+    """
     if cache_key not in cache:
         cache[cache_key] = make()
         if len(cache) > CACHE_SIZE:

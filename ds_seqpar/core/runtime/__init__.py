@@ -1,1 +1,1 @@
-"""The runtime of a program: kernels, transfers, process groups and the ops around them."""
+"""The runtime of a program: kernels, transfers, process groups and custom ops."""

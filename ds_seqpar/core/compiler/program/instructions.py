@@ -1,8 +1,8 @@
 """The program of one rank: a flat list of instructions over numbered slots.
 
-A program is compiled once and executed at every call. The walker, the simulator, the memory estimate and error messages
-all read it. A slot is a buffer that holds one unit at a time. `lower` creates the instructions, and lets units share
-slots.
+A program is compiled once and executed in every call. The executor, the simulator, the memory estimate and error
+messages all use the same program. A slot is a buffer that holds one unit at a time. `lower` creates the instructions
+and lets units share slots.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 from ..schedules.actions import Collective, Unit, name_of, unit_name
 from ..sharding.layout import Key
 
-# characters of a step's text that `Program.where` shows: a step may have a product for each of many blocks
+# maximum length of a step's text in `Program.where`, since a step may have a product for each of many blocks
 STEP_CHARACTERS = 600
-SlotNumber = Annotated[int, "slot"]  # the index of a slot, or a value of `local_slot`
-# in place of a slot number: the head chunk's input tensors, or those of its first block
+SlotNumber = Annotated[int, "slot"]  # the index of a slot, or a result of `local_slot`
+# slot number that stands for the head chunk's input tensors, or for those of the rank's first block
 LOCAL = -1
 
 
 def local_slot(index: int) -> int:
-    """Return the slot number that refers to block number `index` of the head chunk's input tensors."""
+    """Return the slot number that stands for block `index` of the head chunk's input tensors."""
     return LOCAL - index
 
 
@@ -42,7 +42,7 @@ class Transfer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Copy local tensors of an operand into the slot that they are sent from."""
+    """Copy local tensors of an operand into the slot from which they are sent."""
 
     step: int
     unit: Unit
@@ -64,7 +64,7 @@ class Wait(NamedTuple):
 
 
 class GatherStart(NamedTuple):
-    """Start an all-gather of `sent` into `received`, in order of rank."""
+    """Start an all-gather of slot `sent` into slot `received`, which is filled in rank order."""
 
     step: int
     ticket: int
@@ -91,23 +91,23 @@ class Assemble(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Compute attention of q and kv, and add the results to the accumulators."""
+    """Compute attention between q and kv blocks, and add the results to the accumulators."""
 
     step: int
     q: Key
     kv: Key
     q_slot: SlotNumber
     kv_slot: SlotNumber
-    results: tuple[tuple[Unit, int], ...]  # each with the slot that it is stored in once it must be in accum_dtype
+    results: tuple[tuple[Unit, int], ...]  # each unit with its slot in accum_dtype
 
 
 class Merge(NamedTuple):
-    """Merge a received result with the accumulator, if there is one, into slot `into`."""
+    """Merge a received result with the accumulator, if one exists, into slot `into`."""
 
     step: int
     unit: Unit
     arrived: SlotNumber
-    accumulator: SlotNumber  # LOCAL: there is none yet
+    accumulator: SlotNumber  # LOCAL if there is no accumulator yet
     into: SlotNumber
 
 
@@ -121,7 +121,8 @@ class Export(NamedTuple):
 
 
 class ScatterStart(NamedTuple):
-    """Start sending other members their shards of an accumulator; store the local shard in slot `local_part`."""
+    """Start sending the other members their shards of an accumulator, and store the local shard in slot `local_part`.
+    """
 
     step: int
     ticket: int
@@ -137,7 +138,7 @@ class ScatterStart(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """Merge the shards from the other members into the accumulator of `unit`."""
+    """Merge the shards received from other members into the accumulator of `unit`."""
 
     step: int
     unit: Unit
@@ -147,24 +148,26 @@ class Fold(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """Turn the accumulators of the local blocks into the results of the head chunk."""
+    """Convert the accumulators of the local blocks to the results of the head chunk."""
 
     step: int
     results: tuple[tuple[Unit, int], ...]
 
 
 class HeadExchange(NamedTuple):
-    """Tensors of a head chunk that Ulysses ranks exchange in one all-to-all. Inward, it turns local tokens with all
-    heads of the head chunk into all tokens of the CP rank with the Ulysses rank's own heads; outward, the reverse.
+    """Tensors of a head chunk that Ulysses ranks exchange in one all-to-all.
+
+    The inward direction turns this rank's tokens with all heads of the head chunk into all tokens of the CP rank with
+    this rank's share of the heads. The outward direction does the reverse.
     """
 
     head_chunk: int
     inward: bool
-    fields: tuple[str, ...]  # names of the tensors, as in `compiler.program.ulysses`
+    fields: tuple[str, ...]  # names of the tensors; see `compiler.program.ulysses`
 
     @property
     def kind(self) -> str:
-        """The name under which its received elements are counted."""
+        """The name under which received elements are counted."""
         if (first := self.fields[0]) in ("do", "delta", "out", "lse"):
             return f"{first}_heads"
         return "qkv" if self.inward else "dqkv"
@@ -175,8 +178,8 @@ class HeadExchange(NamedTuple):
 
 
 class PackHeads(NamedTuple):
-    """Pack the tensors for each Ulysses rank into one buffer. Inward these are some of the caller's tensors, outward
-    the results of the head chunk.
+    """Pack the tensors for all Ulysses ranks into one buffer: the caller's tensors (inward) or the head chunk's results
+    (outward).
     """
 
     step: int
@@ -196,11 +199,11 @@ class ExchangeStart(NamedTuple):
 
 
 class Enter(NamedTuple):
-    """Begin a head chunk: from here on, local tensors are the head chunk's."""
+    """Begin a head chunk; from here on, local tensors are those of the head chunk."""
 
     step: int
     head_chunk: int
-    arrived: tuple[tuple[HeadExchange, int], ...]  # the exchanges of its operands, each with the slot received into
+    arrived: tuple[tuple[HeadExchange, int], ...]  # the exchanges of its operands, with receive slots
 
 
 class Leave(NamedTuple):
@@ -211,7 +214,7 @@ class Leave(NamedTuple):
 
 
 class UnpackHeads(NamedTuple):
-    """Copy results received outward to their heads of the caller's tokens."""
+    """Copy results from an outward exchange to their heads of the caller's tokens."""
 
     step: int
     exchange: HeadExchange
@@ -222,30 +225,31 @@ Instruction = (
     Pack | Post | Wait | GatherStart | Assemble | Product | Merge | Export | ScatterStart | Fold | Finish
     | PackHeads | ExchangeStart | Enter | Leave | UnpackHeads
 )  # fmt: skip
-Started = Post | GatherStart | ScatterStart | ExchangeStart  # each is completed by a `Wait`
-# type of instruction -> its fields that are slot numbers; transfers, `results` and `arrived` hold further slot numbers
+Started = Post | GatherStart | ScatterStart | ExchangeStart  # a `Wait` completes each of these instructions
+# type of instruction -> names of its slot number fields; transfers, `results` and `arrived` contain further slot
+# numbers
 SLOTS: dict[type, list[str]] = {
     cls: [field for field, hint in get_type_hints(cls, include_extras=True).items() if hint == SlotNumber]
     for cls in get_args(Instruction)
 }
-# type of instruction -> the kind of its event in a timeline
+# type of instruction -> kind of its events in a timeline
 KINDS = {Product: "product", Merge: "merge", Fold: "merge", Post: "post", GatherStart: "post", ScatterStart: "post",
          ExchangeStart: "post", Wait: "post", Pack: "copy", Assemble: "copy", Export: "copy", Finish: "copy",
          PackHeads: "copy", UnpackHeads: "copy", Enter: "copy", Leave: "copy"}  # fmt: skip
 
 
 def name_of_kind(instruction_type: type) -> str:
-    """Return the name of a type of instruction in snake case, such as "pack_heads"."""
+    """Return the name of an instruction type in snake case, such as "pack_heads"."""
     return re.sub("(?<=[a-z])(?=[A-Z])", "_", instruction_type.__name__).lower()
 
 
 def methods_of(reader: type) -> dict[type, Callable[[Any, Any], None]]:
-    """Return, for each type of instruction, the method of `reader` that has its name (`name_of_kind`)."""
+    """Map each instruction type to the method of `reader` with the same snake-case name (see `name_of_kind`)."""
     return {cls: getattr(reader, name_of_kind(cls)) for cls in SLOTS}
 
 
 def label_of(instruction: Instruction) -> str:
-    """Describe an instruction, without its slots."""
+    """Describe an instruction without its slots."""
     match instruction:
         case Product():
             return f"q{name_of(instruction.q)}*kv{name_of(instruction.kv)}"
@@ -266,7 +270,7 @@ def label_of(instruction: Instruction) -> str:
 
 
 def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction:
-    """Return the instruction with each slot number replaced by `name(slot)`; local tensors stay unchanged."""
+    """Return the instruction with each slot number replaced by `name(slot)`, except for local tensors."""
 
     def new_slot(slot: int) -> int:
         return slot if is_local(slot) else name(slot)
@@ -283,7 +287,7 @@ def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction
 
 
 def slots_of(instruction: Instruction) -> list[int]:
-    """Return the slots that an instruction uses, without local tensors."""
+    """Return the slots that an instruction uses, excluding local tensors."""
     slots: list[int] = []
 
     def note(slot: int) -> int:
@@ -297,11 +301,11 @@ def slots_of(instruction: Instruction) -> list[int]:
 class Slot(NamedTuple):
     """A buffer of a program."""
 
-    kind: str  # of the units that it holds
-    # "operand"; "accum": an accumulator, in accum_dtype; "comm": a result, in comm_dtype; "sent" or "received": of an
-    # exchange of heads, `exchange`
+    kind: str  # kind of the units in the slot
+    # "operand"; "accum": an accumulator in accum_dtype; "comm": a result in comm_dtype; "sent" or "received": the
+    # buffers of the head exchange `exchange`
     role: str
-    keys: tuple[Key, ...]  # blocks of each unit that it holds; all have the same number of blocks
+    keys: tuple[Key, ...]  # blocks of each unit that uses the slot; same number of blocks each
     head_chunk: int = 0
     exchange: HeadExchange | None = None
 
@@ -310,19 +314,21 @@ class Slot(NamedTuple):
 class Program:
     """The program of one rank, for a schedule on `size` CP ranks."""
 
-    name: str  # of the schedule
+    name: str  # name of the schedule
     direction: str
     rank: int  # CP rank
     size: int  # number of CP ranks
     code: tuple[Instruction, ...]
     slots: tuple[Slot, ...]
-    frees: tuple[tuple[int, ...], ...]  # frees[i]: slots that are not used after instruction i
-    words: tuple[str, ...]  # words[s]: a readable text of step s
+    frees: tuple[tuple[int, ...], ...]  # frees[i]: slots that are no longer used after instruction i
+    words: tuple[str, ...]  # words[s]: readable text of step s
     blocks_per_rank: int = 1
 
     def where(self, at: int, around: int = 2) -> str:
-        """Describe instruction number `at`, for error messages: its step, `around` steps before and after it, and the
-        ranks that take part in it.
+        """Describe the position of instruction number `at` for error messages.
+
+        The text contains the instruction's step, `around` steps before and after it, and the ranks that take part in
+        the step.
         """
         step = self.code[at].step
         peers = sorted(

@@ -1,8 +1,9 @@
-"""Lowering turns a rank's steps into its program. It decides which copies are made, when to wait for each transfer, and
-which slots are used. `lower` first gives every unit its own buffer; `assign` then lets buffers of the same size share a
-slot if they are not live at the same time. Over gloo a message is sent only after its receiver has reported that it is
-ready, and that report is queued behind the receiver's own sends. So receives may be posted at the start of an earlier
-step.
+"""Lowering: turns a rank's steps into its program.
+
+Lowering decides which copies to make, when to wait for each transfer, and which slots to use. `lower` first gives every
+unit its own buffer. `assign` then lets buffers of the same size share a slot if their lifetimes do not overlap. Over
+gloo, a message is sent only after its receiver has reported that it is ready, and the report queues behind the
+receiver's own sends. Receives can therefore be posted at the start of an earlier step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ..sharding.layout import Key, owned
 from . import instructions as op
 from .instructions import LOCAL, Instruction, Program, Slot, Transfer, is_local, local_slot, renamed, slots_of
 
-_Arrival = tuple[int, tuple[Transfer, ...]]  # a ticket to wait for, and the transfers that have then been received
+_Arrival = tuple[int, tuple[Transfer, ...]]  # a ticket, and the transfers received after its wait
 UNIT_KINDS = ("q", "kv", "out", "dq", "dkv")
 
 
@@ -26,11 +27,10 @@ def lower(
     """Return the program of one rank.
 
     Args:
-        comm_in_accum_dtype: whether results are sent in accum_dtype. If so, the accumulator is added to a received
-            result in its buffer, and is sent on from there.
-        blocks_per_rank: number of blocks that each rank owns.
-        ahead: number of steps by which receives are posted early; 0 posts each in the step in which the message is
-            sent.
+        comm_in_accum_dtype: Whether results are sent in accum_dtype. If so, the accumulator is added into the buffer of
+            a received result, and the sum is sent from the same buffer.
+        blocks_per_rank: Number of blocks that each rank owns.
+        ahead: Number of steps by which receives are posted early; 0 posts each receive in the step of its send.
     """
     local = owned(rank, blocks_per_rank)
     lowering = _Lowering(direction, rank, size * blocks_per_rank, comm_in_accum_dtype, local)
@@ -50,7 +50,7 @@ def lower(
 
 
 class _Lowering:
-    """Collects the instructions of one rank, step by step, with a separate buffer for every unit."""
+    """Collects the instructions of one rank step by step, with a separate buffer for every unit."""
 
     def __init__(self, direction: str, rank: int, blocks: int, comm_in_accum_dtype: bool, local: Key) -> None:
         self.direction, self.rank, self.comm_in_accum_dtype = direction, rank, comm_in_accum_dtype
@@ -61,11 +61,11 @@ class _Lowering:
         self.operands: dict[Unit, int] = {
             (kind, (block,)): local_slot(n) for kind in OPERANDS for n, block in enumerate(local)
         }
-        self.messages: dict[Unit, int] = {}  # local operand -> the buffer that it is sent from
+        self.messages: dict[Unit, int] = {}  # local operand -> its send buffer
         self.results: dict[Unit, int] = {}  # accumulator -> its buffer
         self.result_role = "accum" if comm_in_accum_dtype else "comm"
-        self.posted: dict[tuple, list[_Arrival]] = {}  # (step, role, within) -> receives that were posted early
-        self.arriving: dict[int, list[_Arrival]] = defaultdict(list)  # step -> operands that are due at its end
+        self.posted: dict[tuple, list[_Arrival]] = {}  # (step, role, within) -> receives posted early
+        self.arriving: dict[int, list[_Arrival]] = defaultdict(list)  # step -> operands due at the end of the step
         self.merging: dict[int, list[_Arrival]] = defaultdict(list)  # step -> results to merge after its products
 
     def buffer(self, kind: str, role: str, key: Key) -> int:
@@ -74,7 +74,7 @@ class _Lowering:
 
     def step(self, index: int, step: Step) -> None:
         started = [self.start_gather(index, gather) for gather in step.gathers]
-        for start in started:  # all are started before the first wait
+        for start in started:  # start all gathers before the first wait
             gather = start.collective
             into = self.operands[gather.unit] = self.buffer(gather.kind, "operand", gather.blocks)
             self.code += [op.Wait(index, start.ticket), op.Assemble(index, gather, start.received, into)]
@@ -85,7 +85,7 @@ class _Lowering:
             self.arriving[index + within - 1] += arrivals
         for compute in step.computes:
             self.product(index, compute)
-        self.merge(index, index)  # before results are sent: those that arrived may be merged into them
+        self.merge(index, index)  # merge received results before sending the sums
         for within, moves in _by_within(step.results):
             sends = [(move, self.export(index, move.unit)) for move in moves if move.src == self.rank]
             self.merging[index + within] += self.transfer(index, (index, self.result_role, within), sends, moves)
@@ -102,11 +102,11 @@ class _Lowering:
     def transfer(
         self, index: int, group: tuple[int, str, int], sends: list[tuple[Move, int]], moves: list[Move]
     ) -> list[_Arrival]:
-        """Post the moves that are due together, except receives that were posted early. Return what to wait for.
+        """Post the moves that are due together, except receives posted earlier, and return the arrivals to wait for.
 
         Args:
-            group: (the step of the moves, the role of their receive buffers, within).
-            sends: this rank's sends among the moves, each with its buffer.
+            group: The step of the moves, the role of their receive buffers, and `within`.
+            sends: This rank's sends among the moves, each with its buffer.
         """
         early = self.posted.pop(group, None)
         received = [move for move in moves if move.dst == self.rank and early is None]
@@ -119,12 +119,12 @@ class _Lowering:
         for due in sorted(self.merging):
             self.merge(last, due)
         local = [(kind, (block,)) for kind in ACCUMULATORS[self.direction] for block in self.local]
-        # results to which nothing is added need slots too: those of an empty block, or of keys that no query sees
+        # results without any product need slots too: results of an empty block, or of keys that no query sees
         self.code.append(op.Finish(last, tuple((unit, self.accumulator(unit)) for unit in local)))
         return self.code
 
     def message(self, index: int, unit: Unit) -> int:
-        """Return the buffer that an operand is sent from, and pack local operands into it."""
+        """Return the send buffer of an operand, after packing local operands into the buffer."""
         if not is_local(self.operands[unit]):
             return self.operands[unit]
         if unit not in self.messages:
@@ -133,7 +133,7 @@ class _Lowering:
         return self.messages[unit]
 
     def post(self, index: int, sends: list[tuple[Move, int]], receives: list[tuple[Move, int]]) -> _Arrival:
-        """Post messages together. Return their ticket and the transfers that are received."""
+        """Post messages together, and return their ticket and the received transfers."""
         ticket = next(self.tickets)
         arriving = tuple(Transfer(move.src, move.unit, slot, self.tag(move.unit)) for move, slot in receives)
         leaving = tuple(Transfer(move.dst, move.unit, slot, self.tag(move.unit)) for move, slot in sends)
@@ -141,8 +141,9 @@ class _Lowering:
         return ticket, arriving
 
     def tag(self, unit: Unit) -> int:
-        """Return a tag that both ends can derive, and that no other message between them uses at the same time. It
-        consists of the unit's kind and first block.
+        """Return a message tag built from the unit's kind and first block.
+
+        Sender and receiver derive the same tag, and no other message between them uses the tag at the same time.
         """
         return UNIT_KINDS.index(unit[0]) * self.blocks + unit[1][0]
 
@@ -170,7 +171,7 @@ class _Lowering:
                 self.code.append(op.Merge(index, transfer.unit, transfer.slot, accumulator, into))
 
     def export(self, index: int, unit: Unit) -> int:
-        """Export an accumulator, and return the buffer that it is sent from."""
+        """Export an accumulator, and return its send buffer."""
         accumulator = self.results.pop(unit)
         into = accumulator if self.comm_in_accum_dtype else self.buffer(unit[0], "comm", unit[1])
         self.code.append(op.Export(index, unit, accumulator, into))
@@ -196,7 +197,7 @@ class _Lowering:
 
 
 def _by_within(moves: tuple[Move, ...]) -> list[tuple[int, list[Move]]]:
-    """Return (within, moves) for each value of `within`; moves that are due together are posted together."""
+    """Group moves by `within`, since moves that are due together are posted together."""
     groups: dict[int, list[Move]] = defaultdict(list)
     for move in moves:
         groups[move.within].append(move)
@@ -209,12 +210,12 @@ Pool = tuple[str, str, int]
 
 
 def pool_of(buffer: Slot) -> Pool:
-    """Return the pool of a buffer; buffers of the same pool can share slots."""
+    """Return the pool of a buffer; buffers from the same pool can share slots."""
     return buffer.kind, buffer.role, len(buffer.keys[0])
 
 
 def last_uses(code: list[Instruction]) -> dict[int, int]:
-    """Return, for each buffer, the last instruction that uses it, or the wait for its transfer."""
+    """Map each buffer to the last instruction that uses it, which may be the wait for its transfer."""
     last: dict[int, int] = {}
     under_way: dict[int, list[int]] = {}  # ticket -> buffers
     for at, instruction in enumerate(code):
@@ -230,15 +231,15 @@ def last_uses(code: list[Instruction]) -> dict[int, int]:
 def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
     """Assign buffers to slots, and return the code, slots and frees of a program.
 
-    This is a linear scan in which buffers of the same size share a slot if they are not live at the same time. A buffer
-    is live from the first instruction that uses it to the last.
+    A linear scan lets buffers of the same size share a slot if their lifetimes do not overlap. The lifetime of a buffer
+    extends from the first to the last instruction that uses it.
     """
     last = last_uses(code)
     slots: list[Slot] = []
     free: dict[Pool, list[int]] = defaultdict(list)
     slot_of: dict[int, int] = {}  # buffer -> slot
-    dying: dict[int, list[int]] = defaultdict(list)  # instruction -> the buffers that are last used by it
-    ends: dict[int, int] = {}  # slot -> the last instruction that uses its last buffer
+    dying: dict[int, list[int]] = defaultdict(list)  # instruction -> buffers last used by the instruction
+    ends: dict[int, int] = {}  # slot -> last use of the slot's last buffer
     lowered = []
     for at, instruction in enumerate(code):
         for buffer in slots_of(instruction):

@@ -1,4 +1,4 @@
-"""The tensors of each kind of operand and result, and their size in bytes. Does not import torch."""
+"""The tensors of each kind of operand and result, and their sizes in bytes. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Field:
     """One tensor of a call, of shape (batch, tokens, heads, width), or (batch, tokens, heads) if width is 0."""
 
     name: str
-    side: str  # "q" or "kv": whose tokens and heads it has
+    side: str  # "q" or "kv": the side with the same tokens and heads
     heads: int
     width: int
     dtype: str
@@ -34,16 +34,16 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The batch and the heads that one rank computes, and the tensors of attention. Operators with other tensors extend
-    it.
+    """The batch size, heads and dtypes of the tensors that one rank computes. Operators with other tensors extend this
+    class.
     """
 
     batch: int
     q_heads: int
     kv_heads: int
     head_dim: int
-    dtype: str  # of q, k and v, as torch names it
-    comm_dtype: str  # of partial outputs and gradients that are sent
+    dtype: str  # torch's name of the dtype of q, k and v
+    comm_dtype: str  # dtype in which partial outputs and gradients are sent
 
     @property
     def accum_dtype(self) -> str:
@@ -55,26 +55,30 @@ class Shape:
         return ITEMSIZE[self.dtype]
 
     def of_heads(self, q: slice, kv: slice) -> Shape:
-        """Return the shape for some of the heads."""
+        """Return the shape for the given slices of heads."""
         return dataclasses.replace(self, q_heads=q.stop - q.start, kv_heads=kv.stop - kv.start)
 
     @property
     def kv(self) -> dict[str, int]:
-        """The width of each key tensor, by name."""
+        """The width of each key/value tensor, by name."""
         return {"k": self.head_dim, "v": self.head_dim}
 
     @property
     def kernel_kv_heads(self) -> int:
-        """The number of key heads that a kernel receives."""
+        """The number of key/value heads that the kernel receives."""
         return self.kv_heads
 
     def product_bytes(self, direction: str, keys: int) -> int:
-        """Return the bytes of temporaries of a product with this number of keys, apart from the kernel's."""
+        """Return the size in bytes of a product's temporaries for this number of keys, excluding the kernel's
+        workspace.
+        """
         return 0
 
     def field(self, name: str, dtype: str | None = None) -> Field:
-        """Return a tensor of a call: q, out, one of `kv`, a gradient of these ("d" and its name), or lse or delta.
-        `dtype` applies to all except lse and delta, and defaults to q's.
+        """Return the tensor of a call with this name.
+
+        The name is q, out, lse, delta, a key of `kv`, or "d" followed by the name of a tensor with a gradient. The
+        dtype defaults to the dtype of q; for lse and delta, the argument is ignored.
         """
         if name in ("lse", "delta"):
             return Field(name, "q", self.q_heads, 0, self.accum_dtype)
@@ -83,7 +87,7 @@ class Shape:
         return Field(name, *size, dtype or self.dtype)
 
     def fields(self, direction: str, kind: str, dtype: str | None = None) -> tuple[Field, ...]:
-        """Return the tensors of a unit of this kind. `dtype` is the dtype of a result, by default `comm_dtype`."""
+        """Return the tensors of a unit of this kind. `dtype` is the dtype of results, by default `comm_dtype`."""
         if kind in ("q", "kv"):
             names, dtype = tuple(self.kv) if kind == "kv" else ("q",), self.dtype
             names += ("do", "lse", "delta") if (direction, kind) == ("backward", "q") else ()
@@ -96,7 +100,7 @@ class Shape:
         return _bytes_per_token(self, direction)
 
     def elements_per_token(self, direction: str) -> dict[str, int]:
-        """Return the elements per token for each kind of unit, for the whole batch."""
+        """Return the number of elements per token for each kind of unit, for the whole batch."""
         kinds = ("q", "kv", *ACCUMULATORS[direction])
         return {kind: self.batch * sum(f.elements for f in self.fields(direction, kind)) for kind in kinds}
 
@@ -119,7 +123,7 @@ class FieldLocation(NamedTuple):
 def locations_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[FieldLocation, ...]:
     """Return the location of each field in the buffer of a unit.
 
-    Fields with wider elements come first, so that every field is aligned without gaps.
+    Fields with wider elements come first, so every field is aligned without padding.
     """
     locations, at = {}, 0
     for field in sorted(fields, key=lambda f: -f.itemsize):
@@ -131,12 +135,12 @@ def locations_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[Fi
 
 
 def token_bytes(fields: Iterable[Field]) -> int:
-    """Return the bytes of these tensors per token of one sequence."""
+    """Return the total bytes of these tensors per token of one sequence."""
     return sum(f.elements * f.itemsize for f in fields)
 
 
 def buffer_bytes(fields: tuple[Field, ...], rows: int) -> int:
-    """Return the bytes of a unit of `rows` tokens, rounded up to a multiple of 8 to align the next unit."""
+    """Return the bytes of a unit of `rows` tokens, rounded up to a multiple of 8 so that the next unit is aligned."""
     return -(-rows * token_bytes(fields) // 8) * 8
 
 
@@ -146,11 +150,11 @@ def shape_of(
     """Return the shape of one rank's tensors.
 
     Args:
-        comm_dtype: the setting; "fp32" means fp32 or wider.
+        comm_dtype: The setting; "fp32" means fp32 or wider.
         dtype: torch's name of the dtype of q, k and v.
-        heads: (query heads, key/value heads, head_dim) of one rank.
-        kind: the shape's class, which an operator may extend.
-        more: the attributes of `kind` in addition to those of `Shape`.
+        heads: Numbers (query heads, key/value heads, head_dim) of one rank.
+        kind: Class of the shape, which may be an operator's subclass of `Shape`.
+        more: Attributes of `kind` in addition to those of `Shape`.
     """
     accum_dtype = "float64" if dtype == "float64" else "float32"
     comm_dtype, (q, kv, dim) = {"fp32": accum_dtype, "bf16": "bfloat16"}[comm_dtype], heads

@@ -1,13 +1,14 @@
-"""Ulysses' exchanges of heads, and head chunks, as instructions around the programs of the CP ranks.
+"""Ulysses head exchanges and head chunks, as instructions around the programs of the CP ranks.
 
-An all-to-all among neighboring ranks, the Ulysses ranks, gives each of them some heads of all their tokens
-(DeepSpeed Ulysses, Jacobs et al., 2023). A head chunk covers some of the heads, so that the inner tensors of all heads
-never exist at the same time (Untied Ulysses). These fields are exchanged:
+An all-to-all among neighboring ranks, the Ulysses ranks, gives each of them a share of the heads for all their tokens
+(DeepSpeed Ulysses, Jacobs et al., 2023). A head chunk is a subset of the heads. Computing one head chunk at a time
+ensures that the inner tensors of all heads never exist simultaneously (Untied Ulysses).
 
-forward: q, k and v inward; out, and lse if requested, outward. backward: do inward, with tensors that forward did not
-save: q, k and v again, and delta = rowsum(do * out) instead of out; dq, dk and dv outward.
+Forward exchanges q, k and v inward, then out (and lse, if requested) outward. Backward exchanges do inward, plus the
+tensors that forward did not save: q, k and v again, and delta = rowsum(do * out) instead of out. Backward then
+exchanges dq, dk and dv outward.
 
-An operator may have other tensors than k and v (`Shape.kv`).
+An operator may replace k and v by other tensors (`Shape.kv`).
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from . import instructions as op
 from .instructions import HeadExchange, Instruction, Program, Slot, renamed
 from .shape import ITEMSIZE, Shape
 
-KV = ("k", "v")  # the tensors of keys, but for operators with others
+KV = ("k", "v")  # the default key/value tensors; operators may have others
 
 
 class UlyssesGroup(NamedTuple):
     """A group of ranks that exchange heads."""
 
     size: int = 1
-    rank: int = 0  # of this rank in the group
+    rank: int = 0  # this rank's number in the group
 
 
 NO_ULYSSES = UlyssesGroup()
 
 
 class SavedForBackward(enum.IntEnum):
-    """The tensors that forward saves for backward, in addition to the caller's own tensors and the lse."""
+    """The tensors that forward saves for backward, in addition to the caller's tensors and the lse."""
 
     NOTHING = 0
-    QKV = 1  # q, k and v after the all-to-all: backward does not exchange them again
-    QKV_AND_OUT = 2  # also out before the second all-to-all: backward exchanges no delta
+    QKV = 1  # q, k and v after the all-to-all, so that backward need not exchange them
+    QKV_AND_OUT = 2  # also out before the second all-to-all, so that backward need not exchange delta
 
     @property
     def qkv(self) -> bool:
@@ -56,31 +57,31 @@ class SavedForBackward(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The heads of a call: the Ulysses group that shares them, and their head chunks."""
+    """The heads of a call: the Ulysses group that shares the heads, and the head chunks."""
 
     ulysses: UlyssesGroup
-    head_chunks: tuple[HeadChunk, ...]  # which together have all heads
+    head_chunks: tuple[HeadChunk, ...]  # together, all heads
 
     @classmethod
     def of(cls, q: int, kv: int, ulysses: UlyssesGroup = NO_ULYSSES, head_chunks: int = 1) -> Heads:
         return cls(ulysses, rules.head_chunks(q, kv, head_chunks))
 
     def inner(self, head_chunk: int) -> tuple[slice, slice]:
-        """Return the query heads and the key/value heads of a head chunk that this Ulysses rank computes."""
+        """Return the query heads and key/value heads of a head chunk that this Ulysses rank computes."""
         return rules.heads_of_ulysses_rank(*self.head_chunks[head_chunk].counts, *self.ulysses)
 
     def of_head_chunk(self, head_chunk: int, side: str) -> slice:
-        """Return the head chunk's heads among all heads of a side."""
+        """Return the head chunk's slice of all heads of a side."""
         return self.head_chunks[head_chunk].kv if side == "kv" else self.head_chunks[head_chunk].q
 
 
 class ExchangeSizes(NamedTuple):
-    """The sizes of an exchange for one Ulysses rank."""
+    """The sizes of a head exchange for one Ulysses rank."""
 
     outgoing: tuple[int, ...]  # elements sent to each Ulysses rank
     incoming: tuple[int, ...]  # elements received from each Ulysses rank
     layout: MessageLayout
-    dtype: str  # as torch names it
+    dtype: str  # torch's name
 
     @property
     def itemsize(self) -> int:
@@ -92,11 +93,11 @@ class ExchangeSizes(NamedTuple):
 
 
 def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: Shards, inner: int) -> ExchangeSizes:
-    """Return the sizes of an exchange for this Ulysses rank.
+    """Return the sizes of a head exchange for this Ulysses rank.
 
     Args:
-        shape: of the inner tensors of any head chunk.
-        inner: the CP rank.
+        shape: Shape of the inner tensors of any head chunk.
+        inner: Number of the CP rank.
     """
     fields = [shape.field(name) for name in exchange.fields]
     tokens = tokens_by_ulysses_rank(shards, fields[0].side, inner, heads.ulysses.size)
@@ -111,15 +112,15 @@ def call_program(
     saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False, overlap: bool = False,
     kv: tuple[str, ...] = KV,
 ) -> Program:  # fmt: skip
-    """Return the program of a call, one head chunk after the other.
+    """Return the program of a call, which computes one head chunk after the other.
 
     Args:
-        inner: the inner program of each head chunk.
-        together: whether one exchange can carry all operands.
-        lse: whether the lse of local tokens is returned to the caller.
-        overlap: whether to receive the operands of the next head chunk and send the results of the previous one while a
-            head chunk computes. Without it, each exchange is waited for at once.
-        kv: the names of the key tensors.
+        inner: Inner program of each head chunk.
+        together: Whether one exchange can carry all operands.
+        lse: Whether the lse of local tokens is returned to the caller.
+        overlap: Whether to receive the operands of the next head chunk, and to send the results of the previous head
+            chunk, during the products of the current one. If False, every exchange is waited for immediately.
+        kv: Names of the key/value tensors.
     """
     builder, direction, overlap = _CallBuilder(ulysses_size), inner[0].direction, overlap and len(inner) > 1
     inward, outward = [*inward_fields(direction, together, saved, kv)], [*outward_fields(direction, lse, kv)]
@@ -147,7 +148,7 @@ def call_program(
 
 
 def operands(together: bool, kv: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the fields of each exchange of the operands."""
+    """Return the fields of each operand exchange."""
     return [("q", *kv)] if together else [("q",), kv]
 
 
@@ -164,7 +165,7 @@ def inward_fields(
 
 def outward_fields(direction: str, lse: bool, kv: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Yield the fields of each outward exchange, in order."""
-    # dk and dv first, separate from dq: the sent and the received buffer of an exchange exist at the same time
+    # dk and dv go first, separately from dq, to save memory: each exchange needs a send and a receive buffer
     if direction == "backward":
         yield from [tuple(f"d{name}" for name in kv), ("dq",)]
         return
@@ -202,18 +203,17 @@ class _CallBuilder:
         return start
 
     def end(self, start: op.ExchangeStart) -> tuple[HeadExchange, int]:
-        """Wait for an exchange. Return it with its receive slot."""
+        """Wait for an exchange, and return it with its receive slot."""
         self.add(op.Wait(self.end_step(start), start.ticket), start.sent)
         return start.exchange, start.received
 
     def unpack(self, start: op.ExchangeStart) -> None:
-        """Wait for an outward exchange, and unpack the tensors received."""
+        """Wait for an outward exchange, and unpack the received tensors."""
         self.end(start)
         self.add(op.UnpackHeads(self.end_step(start), start.exchange, start.received), start.received)
 
     def end_step(self, start: op.ExchangeStart) -> int:
-        """Return the step in which an exchange ends: the step of its start, or a new one if other steps have begun
-        since.
+        """Return the step in which an exchange ends: the step of its start, or a new step if others have begun since.
         """
         if start.step == len(self.words) - 1:
             return start.step
@@ -225,7 +225,7 @@ class _CallBuilder:
     def head_chunk(self, head_chunk: int, program: Program, arrived: list[tuple[HeadExchange, int]]) -> None:
         """Add the inner program of a head chunk, with its slots, tickets and steps renumbered.
 
-        `arrived` holds the exchanges of its operands, each with its slot.
+        `arrived` lists the exchanges of the head chunk's operands, each with its receive slot.
         """
         slot_offset, step_offset, new_tickets = len(self.slots), len(self.words), {}
         self.slots += [slot._replace(head_chunk=head_chunk) for slot in program.slots]

@@ -139,7 +139,7 @@ RANK_ORDERS = ("auto", "collectives_intra", "ring_intra", "ulysses_intra")
 
 
 def blocks_received(ranks: int, queries: int, keys: int, direction: str, units: Mapping[str, float]) -> list[float]:
-    """Return the number of elements that each rank receives if all ranks receive equally much.
+    """Return the number of elements that each rank receives, as a list of equal numbers.
 
     Each rank receives `queries` query blocks, and the same number of results for its own queries. It also receives
     `keys` key/value blocks and, in backward, the same number of key/value gradients.

@@ -1,1 +1,1 @@
-"""Distribution of tokens and heads over ranks: layouts, shards and masks."""
+"""Assignment of tokens and heads to ranks: layouts, shards and masks."""

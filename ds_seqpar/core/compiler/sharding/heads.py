@@ -94,7 +94,8 @@ def largest_share(q_heads: int, kv_heads: int, ulysses_size: int) -> tuple[int, 
 
 
 def has_equal_shares(q_heads: int, kv_heads: int, ulysses_size: int) -> bool:
-    """Return whether all Ulysses ranks get equally many heads, and shared k/v heads are shared by equally many ranks.
+    """Return whether every Ulysses rank gets the same number of heads, and every shared k/v head the same number of
+    ranks.
     """
     return q_heads % ulysses_size == 0 and (kv_heads % ulysses_size == 0 or ulysses_size % kv_heads == 0)
 

@@ -1,4 +1,4 @@
-"""Masks: the keys that each query sees, from a causal edge, windows, a prefix, documents with parents, and blocks."""
+"""Masks: which keys each query sees, given causality, windows, a prefix, documents with parents, and blocks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ....base.errors import InputError, whole_number
 from .layout import Run, Runs
 from .op_handles import handle_of
 
-Triple = tuple[int, int, int]  # start, step, length: the fields of a Run, which unpack faster
+Triple = tuple[int, int, int]  # (start, step, length), the fields of a Run as a plain tuple that unpacks faster
 END = sys.maxsize
 
 
 class Level(NamedTuple):
-    """Blocks of a mask, ascending and disjoint: queries [q0[i], q1[i]) see only its keys [k0[i], k1[i])."""
+    """Ascending, disjoint blocks of a mask: queries [q0[i], q1[i]) see only the keys [k0[i], k1[i]) of the level."""
 
     k0: tuple[int, ...]
     k1: tuple[int, ...]
@@ -29,7 +29,10 @@ class Level(NamedTuple):
     q1: tuple[int, ...]
 
     def between(self, q: tuple[int, int], kv: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (k0, k1, q0, q1) of the blocks from the first to the last block of some queries and some keys."""
+        """Yield (k0, k1, q0, q1) for the blocks that may contain both given queries and given keys.
+
+        `q` and `kv` are the first and last positions of the queries and of the keys.
+        """
         begin = max(bisect_right(self.q1, q[0]), bisect_right(self.k1, kv[0]))
         end = min(bisect_right(self.q0, q[1]), bisect_right(self.k0, kv[1]))
         return zip(self.k0[begin:end], self.k1[begin:end], self.q0[begin:end], self.q1[begin:end], strict=True)
@@ -37,32 +40,32 @@ class Level(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Describe which keys a query sees: a query at global position p sees the keys in [lo(p), hi(p)).
+    """A mask over global positions: a query at position p sees the keys in [lo(p), hi(p)).
 
-    Both edges are non-decreasing in p, and p lies between them. If several limits are given, all apply. Documents with
-    parents are the only exception: a query then also sees the parent of its document, the parent's parent, and so on.
+    Both edges are non-decreasing in p, and p lies between them. If several limits are set, all of them apply. Documents
+    with parents are the only exception: a query also sees its document's parent, the parent's parent, and so on.
 
     Args:
-        causal: Whether a query sees no key after p.
-        window: A positive number of keys: a query sees no key before p - window + 1. None means no limit.
-        window_right: Number of keys, at least 0: a query sees no key after p + window_right. It requires causal=False.
-            None means no limit.
-        documents: First positions of the sequence's documents, ascending from 0. A query sees only keys of its own
-            document. () means one document, and (0,) becomes ().
-        parents: The number of each document's parent, or -1. A query also sees all keys of its document's parent, and
-            everything that the parent sees. Documents must be in depth-first order: a child comes right after its
-            parent, or after another child of it and all documents below that child. Not with a window. () means no
-            parents.
-        prefix: Number of keys at the start of the sequence that every query also sees (a prefix-LM). It requires a
+        causal: Whether queries see no keys after position p.
+        window: Maximum number of keys up to position p that a query sees, at least 1: the query sees no key before p -
+            window + 1. None means no limit.
+        window_right: Maximum number of keys after position p that a query sees, at least 0: the query sees no key after
+            p + window_right. Requires causal=False. None means no limit.
+        documents: Start positions of the documents in the sequence, ascending from 0. A query sees only keys in its own
+            document. () means a single document, and (0,) is normalized to ().
+        parents: Index of each document's parent, or -1 for none. A query also sees all keys of its document's parent,
+            and everything that the parent sees. Documents must be in depth-first order: each child directly follows its
+            parent or the complete subtree of a sibling. Cannot be combined with a window. () means no parents.
+        prefix: Number of keys at the start of the sequence that are visible to every query (a prefix-LM). Requires a
             causal mask without a window or documents.
-        blocks: (first, end) of spans of tokens that see one another in both directions, like the tokens of a picture: a
-            query in [first, end) also sees the keys up to end. Ascending and disjoint, each within a document. It
-            requires a causal mask without a prefix.
-        whole_blocks: With blocks and a window, whether a query also sees the keys of its block that lie before its
-            window. Models have both kinds.
+        blocks: Spans (first, end) of tokens that attend to each other in both directions, such as the tokens of a
+            picture: a query in [first, end) also sees the later keys of its block. Spans must be ascending, disjoint
+            and within one document. Requires a causal mask without a prefix.
+        whole_blocks: With blocks and a window, whether a query also sees keys of its own block that lie before its
+            window. Models of both kinds exist.
 
     Raises:
-        InputError: A field has a wrong type or value, or fields are incompatible.
+        InputError: A field has an invalid type or value, or fields are incompatible.
     """
 
     causal: bool = True
@@ -112,22 +115,24 @@ class Mask:
                   "blocks": blocks, "whole_blocks": bool(self.whole_blocks and blocks and window)}  # fmt: skip
         for name, value in fields.items():
             object.__setattr__(self, name, value)
-        _ = self.ancestors, self.handle, self._hash  # raises for another order; graphs read what is there
+        _ = self.ancestors, self.handle, self._hash  # check the document order; cached for compiled graphs
 
     def __reduce__(self) -> tuple:
-        """Rebuild the mask in a copy or another process; a handle is valid only in its own process."""
+        """Rebuild the mask when it is copied or unpickled, because a handle is valid only in the process that created
+        it.
+        """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return functools.partial(Mask, **fields), ()
 
     @functools.cached_property
     def handle(self) -> int:
-        """The mask's number for custom ops. It is not a field, since FSDP2 rebuilds dataclasses from all of their
+        """The mask's handle for custom ops, which is not a dataclass field because FSDP2 rebuilds dataclasses from all
         fields.
         """
         return handle_of(self)
 
     @functools.cached_property
-    def _hash(self) -> int:  # of numbers only, so that it is the same in every process
+    def _hash(self) -> int:    # hashes only numbers, so every process gets the same hash
         right = -1 if self.window_right is None else self.window_right
         extra: tuple[object, ...] = (self.prefix, right) if self.prefix or right >= 0 else ()
         extra += (self.blocks, self.whole_blocks) if self.blocks else ()
@@ -152,8 +157,8 @@ class Mask:
 
     @property
     def right(self) -> int | None:
-        """The maximum number of keys after its own position that a query sees, apart from a prefix and blocks; None: no
-        limit.
+        """The maximum number of keys after its own position that a query sees, ignoring prefix and blocks; None if
+        unlimited.
         """
         return 0 if self.causal else self.window_right
 
@@ -164,8 +169,9 @@ class Mask:
         return not any(limits) and self.window_right is None
 
     def bounds(self, p: int) -> tuple[int, int]:
-        """Return (lo, hi): a query at p sees the keys at lo .. hi - 1 of its own document. hi is END if there is no
-        limit.
+        """Return (lo, hi): a query at position p sees the keys from lo to hi - 1 in its own document.
+
+        If there is no upper limit, `hi` is END.
         """
         lo, hi = 0, END if self.right is None else max(p + 1 + self.right, self.prefix)
         if self.documents:
@@ -182,24 +188,25 @@ class Mask:
 
     @functools.cached_property
     def _outside(self) -> Mask:
-        """The mask of queries outside blocks."""
+        """The mask for queries outside blocks."""
         return dataclasses.replace(self, blocks=())
 
     @functools.cached_property
     def _inside(self) -> Mask:
-        """The mask of queries in a block for the keys up to its end."""
+        """The mask for queries inside a block, applied to the keys up to the end of the block."""
         return dataclasses.replace(self, causal=False, blocks=(), whole_blocks=False)
 
     @functools.cached_property
     def _whole(self) -> Mask:
-        """The mask of queries for their whole block."""
+        """The mask under which a query sees its whole block."""
         return dataclasses.replace(self._inside, window=None)
 
     def parts(self, q: Triple) -> Iterator[tuple[int, Triple, tuple[int, int], Mask]]:
-        """Yield a run of queries in parts whose masks do not have blocks.
+        """Split a run of queries into parts with masks that have no blocks.
 
         Yields:
-            (the queries of the run before the part, the part, the keys [k0, k1) that it may see, its mask).
+            (number of the run's queries before the part, the part, range [k0, k1) of keys that the part may see, mask
+            of the part).
         """
         start, step, length = q
         last, position = start + step * (length - 1), start
@@ -225,11 +232,11 @@ class Mask:
 
     @functools.cached_property
     def ancestors(self) -> tuple[Level, ...]:
-        """The levels of documents that documents below them see whole: first documents without a parent, then their
-        children, ...
+        """Levels of documents that are fully visible to their descendants: root documents first, then their children,
+        and so on.
         """
         levels: list[list[tuple[int, ...]]] = []
-        path: list[int] = []  # the current document, and before it those that it sees
+        path: list[int] = []  # the current document, preceded by its ancestors
         for number, parent in enumerate((*self.parents, -1)):
             start = self.documents[number] if number < len(self.documents) else END
             while path and path[-1] != parent:
@@ -248,7 +255,8 @@ class Mask:
 
     @functools.cached_property
     def origins(self) -> tuple[int, ...]:
-        """The first position of each document, minus the number of earlier tokens that it sees. () without parents."""
+        """Start position of each document minus the number of earlier tokens that it sees; () if there are no parents.
+        """
         origins: list[int] = []
         for start, parent in zip(self.documents, self.parents, strict=False):
             origins.append(start if parent < 0 else start - self.documents[parent + 1] + origins[parent])
@@ -256,13 +264,13 @@ class Mask:
 
     @staticmethod
     def documents_of(lengths: Sequence[int]) -> tuple[int, ...]:
-        """Return `documents` for documents of the given lengths, one after the other from position 0.
+        """Return the `documents` argument for consecutive documents of the given lengths, starting at position 0.
 
         Args:
-            lengths: Tokens of each document: whole numbers, or an array or a tensor of them.
+            lengths: Number of tokens of each document, as a sequence, array or tensor of integers.
 
         Raises:
-            InputError: `lengths` is not a list of lengths, or a length is not a positive whole number.
+            InputError: `lengths` is not a list of lengths, or a length is not a positive integer.
         """
         try:
             values = list(lengths)
@@ -276,7 +284,7 @@ class Mask:
 
 
 def _checked_documents(documents: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the documents as a mask stores them: a single document becomes ()."""
+    """Return validated documents in the form that a mask stores: a single document becomes ()."""
     starts = [whole_number(start) for start in documents] if type(documents) is tuple else [None]
     if None in starts:
         raise InputError(f"documents must be a tuple of whole numbers, their first positions; got {documents!r:.80}")
@@ -290,7 +298,7 @@ def _checked_documents(documents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _checked_parents(parents: tuple[int, ...], documents: int) -> tuple[int, ...]:
-    """Return the parents as a mask stores them: () if no document has one."""
+    """Return validated parents in the form that a mask stores: () if no document has a parent."""
     numbers = [whole_number(parent) for parent in parents] if type(parents) is tuple else [None]
     if None in numbers or (numbers and len(numbers) != documents):
         raise InputError(
@@ -301,7 +309,9 @@ def _checked_parents(parents: tuple[int, ...], documents: int) -> tuple[int, ...
 
 
 def _checked_blocks(blocks: tuple[tuple[int, int], ...], documents: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the blocks as a mask stores them: without blocks of one token, which change nothing."""
+    """Return validated blocks in the form that a mask stores: blocks of a single token are dropped, since they have no
+    effect.
+    """
     try:
         pairs = tuple((whole_number(first), whole_number(end)) for first, end in blocks)
     except (TypeError, ValueError):
@@ -324,7 +334,10 @@ CAUSAL, FULL = Mask(), Mask(causal=False)
 
 
 def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:
-    """Return the number of a run's tokens before position lo, and its part in [lo, hi), whose length may be below 1."""
+    """Return the number of a run's tokens before position lo, and the part of the run in [lo, hi).
+
+    If the run has no tokens in [lo, hi), the length of the part is 0 or negative.
+    """
     start, step, length = run
     before = -((start - lo) // step) if start < lo else 0
     end = min(length, -((start - hi) // step))
@@ -332,36 +345,37 @@ def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:
 
 
 def visibility(q_blocks: Sequence[Runs], kv_blocks: Sequence[Runs], mask: Mask) -> tuple[int, ...]:
-    """Return a bitmask for each q block of the kv blocks that it sees. Bit j is set if any query of the block sees any
-    key of kv_blocks[j].
+    """Return, for each q block, a bitmask of the kv blocks that it sees.
+
+    Bit j is set if any query in the block sees any key in `kv_blocks[j]`.
     """
     keys = _Keys(kv_blocks)
     if mask.scale_free:
-        first = [0, *itertools.accumulate(keys.bits, operator.or_)]  # [i]: the blocks of the first i runs
+        first = [0, *itertools.accumulate(keys.bits, operator.or_)]  # first[i]: the blocks of the first i runs
         return tuple(first[bisect_left(keys.starts, _end(runs, mask))] for runs in q_blocks)
     return tuple(keys.seen_by(runs, mask) for runs in q_blocks)
 
 
 class _Keys:
-    """The runs of all kv blocks, sorted by start. bits[i] is 1 << block of the i-th run."""
+    """The runs of all kv blocks, sorted by start. `bits[i]` is `1 << block` for the block of run i."""
 
     def __init__(self, blocks: Sequence[Runs]) -> None:
         runs = [(run, 1 << block) for block, runs in enumerate(blocks) for run in runs if run.length]
         self.runs = sorted(runs, key=lambda pair: pair[0].start)
         self.bits = [bit for _, bit in self.runs]
         self.starts, self.lasts = [run.start for run, _ in self.runs], [run.last for run, _ in self.runs]
-        # where runs have no gaps and none lies within another, the runs that meet an interval are consecutive
+        # if runs have no gaps and are not nested, the runs that overlap an interval are consecutive
         self.plain = all(run.step == 1 for run, _ in runs) and all(a <= b for a, b in itertools.pairwise(self.lasts))
 
     def seen_by(self, queries: Runs, mask: Mask) -> int:
-        """Return a bitmask of the blocks that any of the queries sees."""
+        """Return a bitmask of the blocks that the queries see."""
         seen = 0
         for run in queries:
             if not run.length:
                 continue
             lo, hi = _reach(run, mask)
             seen = self._add(seen, run, lo, hi, mask)
-            # of documents that begin later, queries without gaps see every position already
+            # queries without gaps already see every position in documents that begin later
             keys = 0, lo - 1 if run.step == 1 else END
             for level in mask.ancestors:
                 for k0, k1, q0, q1 in level.between((run.start, run.last), keys):
@@ -370,7 +384,7 @@ class _Keys:
         return seen
 
     def _add(self, seen: int, run: Run, lo: int, hi: int, mask: Mask) -> int:
-        """Return `seen` with the blocks added that a run with `_reach` (lo, hi) sees."""
+        """Return `seen` plus the blocks visible to a run of queries, where (lo, hi) is the run's `_reach`."""
         end = bisect_left(self.starts, hi)
         if self.plain and run.step == 1:
             return functools.reduce(operator.or_, self.bits[bisect_left(self.lasts, lo) : end], seen)
@@ -381,15 +395,15 @@ class _Keys:
 
 
 def _end(runs: Runs, mask: Mask) -> int:
-    """Return the first position from which no query of the runs sees a key, under a scale-free mask."""
+    """Return the end of the keys visible to any query in the runs, under a scale-free mask."""
     return max((mask.bounds(run.last)[1] for run in runs if run.length), default=0)
 
 
 def _reach(q: Run, mask: Mask) -> tuple[int, int]:
     """Return (lo, hi): the queries of a run see positions from lo to hi - 1.
 
-    Queries of a run without gaps see all of these: a query sees its own position, so the keys of two neighbors have no
-    gap between them.
+    If the run has no gaps, its queries see every position in that range. Each query sees its own position, so the
+    ranges of adjacent queries leave no gap.
     """
     last = q.start + q.step * (q.length - 1)
     return mask.bounds(q.start)[0], mask.bounds(last)[1]
@@ -398,10 +412,11 @@ def _reach(q: Run, mask: Mask) -> tuple[int, int]:
 def _meets(q: Run, kv: Run, lo: int, hi: int, mask: Mask) -> bool:
     """Return whether any query of a run sees any key of another run.
 
-    (lo, hi) is the result of `_reach` for q. The first key must be before hi, and the last key not before lo.
+    (lo, hi) is the `_reach` of the queries. The caller ensures that the first key is before hi, and the last key not
+    before lo.
     """
     if kv.step > 1 and kv.start < lo:
-        first = kv.start - (kv.start - lo) // kv.step * kv.step  # at lo or after it
+        first = kv.start - (kv.start - lo) // kv.step * kv.step  # first key at or after lo
         if first > kv.last or first >= hi:
             return False
     if q.step > 1 and mask.blocks:
@@ -423,16 +438,17 @@ def _meets(q: Run, kv: Run, lo: int, hi: int, mask: Mask) -> bool:
 
 
 def _meets_part(q: Run, kv: Run, span: tuple[int, int], mask: Mask) -> bool:
-    """Return whether any query of a run sees any key of another run that lies in a span of positions."""
+    """Return whether any query of a run sees any key that another run has within a span of positions."""
     (lo, hi), keys = _reach(q, mask), Run(*between(kv, *span)[1])
     lo, hi = max(lo, span[0]), min(hi, span[1])
     return keys.length > 0 and keys.start < hi and keys.last >= lo and _meets(q, keys, lo, hi, mask)
 
 
 def _meets_in_document(q: Triple, kv: Triple, mask: Mask) -> bool:
-    """Return whether any query of a run sees any key of another run in the same document. Under a window, the nearest
-    key before a query decides. Its distance repeats after key_step / gcd(step, key_step) queries. p is shifted to the
-    position of the last key that a query sees.
+    """Return whether any query of a run sees any key of another run, if both runs are in the same document.
+
+    Under a window, the nearest key at or before a query decides. The distance to that key repeats every key_step /
+    gcd(step, key_step) queries. If queries also see later keys, p is shifted to the last position that the query sees.
     """
     (p, step, rows), (key, key_step, keys) = q, kv
     last_key, window = key + key_step * (keys - 1), mask.window or END

@@ -1,1 +1,1 @@
-"""The visible part of a product, as tiles and kernel launches."""
+"""The visible part of a product of blocks, as tiles and kernel launches."""

@@ -1,7 +1,7 @@
-"""Tiles as kernel launches: unsupported tiles are cut, and equal launches are batched.
+"""Kernel launches from tiles: tiles that a kernel does not support are cut, and equal launches are batched.
 
-A launch is one call of a kernel, on a tile. A tile of kind "upper" is causal with rows and columns in reverse order.
-For a kernel that supports windows, `KernelSupport.join` joins tiles again.
+A launch is one kernel call on a tile. Tiles of kind "upper" run as causal launches with rows and columns in reverse
+order. For kernels with windows, `KernelSupport.join` joins several tiles into one launch.
 """
 
 from __future__ import annotations
@@ -11,38 +11,39 @@ from typing import NamedTuple
 
 from .tiles import Segments, Tile
 
-# names that a configuration can have; `runtime.kernels.register` adds to it
+# kernel names allowed in configurations; `runtime.kernels.register` adds more
 KERNELS = [
     *("auto", "cpu_flash", "cuda_flash", "cudnn", "cuda_efficient", "flash_attn", "flash_attn_3"),
     *("chunked", "reference"),
 ]
-# least rows of a block of a band, however narrow the band is: smaller blocks cost more than they save
+# minimum number of rows in a block of a band, even if the band is narrower: smaller blocks cost more than they save
 MIN_BLOCK_ROWS = 64
 
 
 class KernelSupport(NamedTuple):
-    """The support of a kernel in one launch, in addition to full or causal blocks and batches of equal blocks."""
+    """The features of a kernel beyond full and causal blocks and batches of equal blocks."""
 
-    # a causal block must be square, because the kernel aligns it to the lower right corner; False: top-left alignment
-    # for any shape
+    # True: the kernel aligns causal blocks to the lower right corner, so causal blocks must be square. False: the
+    # kernel aligns causal blocks of any shape to the upper left corner.
     square: bool = False
-    band: int = 0  # the widest band; 0: no bands
-    # rows that a block of a band may have, because the kernel creates a mask of rows by columns for it; 0: any number,
-    # without a mask
+    band: int = 0  # maximum width of a band; 0: no bands
+    # maximum number of rows in a block of a band, for kernels that create a mask of rows by columns; 0: unlimited,
+    # because the kernel needs no mask
     rows: int = 0
-    # 0: none; 1: a window that ends with a causal edge; 2: a window with any two edges. Such launches have `Segments`
+    # 0: no windows; 1: windows with a causal right edge; 2: windows with any two edges. Launches with windows have
+    # `Segments`.
     windows: int = 0
-    segments: bool = False  # many blocks of different sizes in one launch; False: one launch for each
-    # joins tiles to launches of such a kernel: a function of (tiles, windows, segments); see `kernels.varlen`
+    segments: bool = False  # whether one launch can have many blocks of different sizes
+    # function (tiles, windows, segments) that joins tiles into launches of a kernel with windows; see `kernels.varlen`
     join: Callable[[Sequence[Tile], int, bool], Iterable[Tile]] | None = None
-    workspace: str = ""  # the kernel of `analysis.workspace` that allocates as much for itself; "": none is counted
+    workspace: str = ""  # the kernel in `analysis.workspace` with the same workspace size; "": not counted
 
 
 PLAIN_KERNEL = KernelSupport()
 
 
 def launches(tiles: Sequence[Tile], support: KernelSupport) -> tuple[Tile, ...]:
-    """Return launches that make the same pairs visible as the tiles."""
+    """Return launches that compute the same visible pairs as the tiles."""
     if support.join is not None:
         return _batched(iter(support.join(tiles, support.windows, support.segments)))
     return _batched(launch for tile in tiles for launch in _cut(tile, support))
@@ -63,10 +64,10 @@ def _cut(tile: Tile, support: KernelSupport) -> Iterator[Tile]:
 
 
 def _blocks(tile: Tile, max_rows: int) -> Iterator[Tile]:
-    """Yield a band in blocks of at most `max_rows` rows, whose columns overlap.
+    """Split a band into blocks of at most `max_rows` rows, whose columns overlap.
 
-    A launch has at most as many columns as the tile, counting the columns of two blocks twice, since the launch
-    computes results for each.
+    Each launch computes results for the columns of every block, so columns shared by two blocks count twice. With this
+    count, a launch has at most as many columns as the tile.
     """
     rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
     size = min(rows, max_rows, max(tile.width, MIN_BLOCK_ROWS)) if max_rows else rows
@@ -79,13 +80,13 @@ def _blocks(tile: Tile, max_rows: int) -> Iterator[Tile]:
 
 
 def _band(tile: Tile, first: int, rows: int, groups: int) -> Tile:
-    """Return `groups` blocks of a band, each with this number of rows, starting at row `first` of the band."""
+    """Return `groups` blocks of a band, each with `rows` rows, starting at row `first` of the band."""
     block = Tile(tile.q0 + first, tile.q0 + first + rows, tile.k0 + first, 0, "band", tile.width)
     return _repeated(block._replace(k1=block.k0 + rows + tile.width - 1), groups, rows)
 
 
 def _squares(tile: Tile) -> Iterator[Tile]:
-    """Yield a band in squares of its width, then its last rows, which do not fill a square."""
+    """Split a band into squares of its width, and the last rows, which do not fill a square."""
     count, last_rows = divmod(tile.q1 - tile.q0, tile.width)
     if count:
         yield from _square(tile.q0, tile.k0, tile.width, tile.width, count)
@@ -95,9 +96,10 @@ def _squares(tile: Tile) -> Iterator[Tile]:
 
 
 def _square(q0: int, k0: int, rows: int, width: int, count: int) -> Iterator[Tile]:
-    """Yield the tiles of `count` consecutive bands with this number of rows (at most their width). A row sees the
-    columns of its square from the diagonal on, the columns up to the next square, and the columns of the next square up
-    to the diagonal.
+    """Yield the tiles of `count` consecutive bands with `rows` rows each, at most the bands' width.
+
+    A row sees the columns of its square from the diagonal on, the columns between its square and the next, and the
+    columns of the next square up to the diagonal.
     """
     last = k0 + width + rows - 1
     tiles = [Tile(q0, q0 + rows, k0, k0 + rows, "upper" if rows > 1 else "full")]
@@ -113,9 +115,9 @@ def _repeated(tile: Tile, groups: int, step: int) -> Tile:
 
 
 def _batched(cut: Iterator[Tile]) -> tuple[Tile, ...]:
-    """Join consecutive launches of the same shape at equal distances."""
+    """Batch consecutive launches of the same shape that are evenly spaced."""
     batched: list[Tile] = []
-    last: dict[tuple[int, int, str, int, Segments | None], int] = {}  # shape -> index of its last launch
+    last: dict[tuple[int, int, str, int, Segments | None], int] = {}  # shape -> index of the shape's last launch
     for tile in cut:
         shape = tile.q1 - tile.q0, tile.k1 - tile.k0, tile.kind, tile.width, tile.segments
         longer = _extended(batched[last[shape]], tile) if shape in last else None
@@ -128,7 +130,8 @@ def _batched(cut: Iterator[Tile]) -> tuple[Tile, ...]:
 
 
 def _extended(batch: Tile, tile: Tile) -> Tile | None:
-    """Return the batch extended by a tile of its shape, or None if the tile is not one step further or overlaps."""
+    """Return the batch extended by a tile of the same shape, or None if the tile overlaps or is not one step further.
+    """
     steps = tile.q0 - batch.q0, tile.k0 - batch.k0
     if batch.groups > 1:
         steps = batch.q_step, batch.k_step

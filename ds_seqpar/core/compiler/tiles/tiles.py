@@ -1,11 +1,12 @@
-"""The visible part of (query tokens x key tokens) as tiles, without a dense mask.
+"""The visible part of a product (query tokens by key tokens) as tiles, computed without a dense mask.
 
-Keys in ascending order of position form a chain. A query row sees an interval [a, b) of a chain's columns. From one row
-of a query run to the next, each end of the interval stays or moves by one column. If the query and key runs have
-different steps, an end may jump. A piece is a range of rows in which each end behaves the same in every row: it stays
-or it moves. A piece in which both ends stay is a full tile; one in which both move is a band. If only b moves, the
-piece is a causal tile and a full tile of the columns that all its rows see. If only a moves, it is an upper tile and a
-full tile.
+Keys in ascending order of position form a chain. Each query row sees an interval [a, b) of a chain's columns. From one
+row of a query run to the next, each end of the interval either stays or moves by one column. If the query and key runs
+have different steps, an end may jump.
+
+A piece is a range of rows in which each end either stays in all rows or moves in all rows. If both ends stay, the piece
+is a full tile; if both move, it is a band. If only b moves, the piece is a causal tile plus a full tile of the columns
+that all its rows see. If only a moves, it is an upper tile plus a full tile.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from typing import Any, Literal, NamedTuple
 from ..sharding.layout import Runs
 from ..sharding.masks import END, FULL, Level, Mask, Triple, between
 
-# number of elements of a result that are merged at a time; for a large result a 16th of it, if that is more
+# number of result elements merged at a time; for large results, a 16th of the result if that is more
 MERGED_AT_ONCE = 1 << 18
 
 
 class Segments(NamedTuple):
     """Consecutive blocks of one launch.
 
-    Block b has rows[b] query rows and columns[b] key columns; either may be 0. In a block of m rows and n columns, row
-    i sees column j if -left <= j - i - (n - m) <= right: distances are measured from the diagonal that ends in the
-    lower right corner. -1 means no limit.
+    Block b has rows[b] query rows and columns[b] key columns; either number may be 0. In a block of m rows and n
+    columns, row i sees column j if -left <= j - i - (n - m) <= right. Distances are thus measured from the diagonal
+    that ends in the lower right corner. A limit of -1 means no limit.
     """
 
     rows: tuple[int, ...]
@@ -39,34 +40,36 @@ class Segments(NamedTuple):
         return sum(self._pairs(m, n) for m, n in zip(self.rows, self.columns, strict=True))
 
     def _pairs(self, m: int, n: int) -> int:
-        """Return the number of visible pairs of a block of m rows and n columns."""
+        """Return the number of visible pairs in a block of m rows and n columns."""
         end = m * n if self.right < 0 else _clamped_sum(m, n, n - m + self.right + 1)
         return end - (0 if self.left < 0 else _clamped_sum(m, n, n - m - self.left))
 
 
 def _clamped_sum(rows: int, limit: int, first: int) -> int:
-    """Return the sum over all rows i of first + i, clamped to [0, limit]."""
+    """Return the sum of first + i, clamped to [0, limit], over all rows i."""
     return sum(
         sign * (_sum_below(rows + start) - _sum_below(start)) for sign, start in ((1, first), (-1, first - limit))
     )
 
 
 def _sum_below(x: int) -> int:
-    """Return the sum of the numbers from 0 to x - 1."""
+    """Return the sum of the integers from 0 to x - 1."""
     return x * (x - 1) // 2 if x > 0 else 0
 
 
 class Rows(NamedTuple):
-    """Rows or columns, in `groups` groups of `size` neighbors each."""
+    """A set of rows or columns: `groups` groups of `size` consecutive rows each."""
 
     start: int  # the first row
     size: int
     groups: int = 1
-    step: int = 0  # from the first row of one group to that of the next
+    step: int = 0  # distance between the first rows of consecutive groups
 
     def of(self, x: Any) -> Any:
-        """Return a view of these rows of a tensor (B, n, ...): (B, size, ...), or (B, groups, size, ...) for several
-        groups."""
+        """Return a view of these rows of a tensor (B, n, ...).
+
+        The view has the shape (B, size, ...) for one group, and (B, groups, size, ...) for several groups.
+        """
         if self.size == x.shape[1]:
             return x
         if self.groups == 1:
@@ -75,15 +78,19 @@ class Rows(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return the row after the last one."""
+        """The row after the last row."""
         return self.start + self.step * (self.groups - 1) + self.size
 
     def all_of(self, tokens: int) -> bool:
-        """Return whether these are all of `tokens` rows, each once."""
+        """Return whether these are all of `tokens` rows, without repetition."""
         return self.size * self.groups == tokens == self.end - self.start
 
     def apart(self) -> Iterator[tuple[slice, Rows]]:
-        """Yield (a slice of every group, the rows of the slice) such that the rows within a slice are all different."""
+        """Split overlapping groups into slices without repeated rows.
+
+        Yields:
+            (slice within each group, rows of the slice in all groups).
+        """
         step = self.step if self.groups > 1 else self.size
         for first in range(0, self.size, step):
             last = min(self.size, first + step)
@@ -93,14 +100,15 @@ class Rows(NamedTuple):
 class Tile(NamedTuple):
     """Query rows [q0, q1) against key columns [k0, k1).
 
-    The kind says which columns k0 + j row q0 + i sees:
+    The kind determines which columns k0 + j are visible to row q0 + i:
 
     - full: all columns.
-    - causal: columns with j <= i. The diagonal begins in the upper left corner; rows from i = k1 - k0 - 1 on see all.
-    - upper: columns with j >= i. It has the same number of rows and columns.
-    - band: columns with i <= j < i + width. It has rows + width - 1 columns; if fewer, the last rows see less than
-      width.
-    - segments: the columns that `segments` describes (see `launches`).
+    - causal: columns with j <= i. The diagonal begins in the upper left corner, so rows from i = k1 - k0 - 1 on see all
+      columns.
+    - upper: columns with j >= i. The tile has as many rows as columns.
+    - band: columns with i <= j < i + width. The tile has rows + width - 1 columns. If it has fewer, the last rows see
+      fewer than width columns.
+    - segments: the columns described by `segments` (see `launches`).
     """
 
     q0: int
@@ -108,10 +116,10 @@ class Tile(NamedTuple):
     k0: int
     k1: int
     kind: Literal["full", "causal", "upper", "band", "segments"]
-    width: int = 0  # of a band
-    groups: int = 1  # number of such tiles
-    q_step: int = 0  # rows from the start of one group to the next
-    k_step: int = 0  # columns from the start of one group to the next
+    width: int = 0  # width of a band
+    groups: int = 1  # number of equal tiles
+    q_step: int = 0  # row distance between groups
+    k_step: int = 0  # column distance between groups
     segments: Segments | None = None
 
     @property
@@ -129,7 +137,7 @@ class Tile(NamedTuple):
         if self.segments:
             return self.groups * self.segments.pairs
         if self.kind == "band":
-            missing = rows + self.width - 1 - columns  # columns of the band
+            missing = rows + self.width - 1 - columns  # number of missing columns of the band
             return self.groups * (rows * self.width - missing * (missing + 1) // 2)
         if self.kind == "full":
             return self.groups * rows * columns
@@ -148,20 +156,19 @@ class Piece(NamedTuple):
     b_moves: int  # 0 or 1
 
     def at(self, row: int) -> tuple[int, int]:
-        """Return the columns [a, b) that a row sees."""
+        """Return the interval [a, b) of columns that a row sees."""
         down = row - self.q0
         return self.a + down * self.a_moves, self.b + down * self.b_moves
 
 
 def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ...]:
-    """Return tiles that cover exactly the visible part of (q rows x kv columns).
+    """Return tiles that exactly cover the visible part of a product of q rows and kv columns.
 
-    Each visible pair is in exactly one tile, and no other pair is in any tile. Rows and columns are numbered in the
-    order of the runs.
+    Each visible pair is in exactly one tile, and no tile contains an invisible pair. Rows and columns are numbered in
+    the order of the runs.
 
     Args:
-        square: whether all causal tiles must be square (for kernels that align a causal mask to the lower right
-            corner).
+        square: Whether all causal tiles must be square, for kernels that align a causal mask to the lower right corner.
     """
     if mask.full:
         tile = Tile(0, sum(run.length for run in q), 0, sum(run.length for run in kv), "full")
@@ -172,7 +179,7 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
         pieces: list[Piece] = []
         row = 0
         for run in queries:
-            if mask.prefix:  # queries in the prefix see all of it, and nothing else
+            if mask.prefix:  # queries in the prefix see exactly the prefix
                 _, subrun = between(run, 0, mask.prefix)
                 columns, keys = _keys_between(chain, 0, 0, mask.prefix)
                 if subrun[2] > 0 and keys:
@@ -197,10 +204,10 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
 
 
 def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
-    """Group the runs of keys into chains, each with the number of its first column.
+    """Group the key runs into chains, each with the index of its first column.
 
-    A run that starts before the position that continues the previous run begins a new chain. In a single chain, a query
-    row could be the first to see a key of both runs, and the edge would move by two columns.
+    A new chain begins if a run starts before the previous run's next position. In a single chain, a query row could be
+    the first row to see a key in each of two runs, so the edge would move by two columns.
     """
     chains: list[tuple[int, list[Triple]]] = []
     column, next_position = 0, None
@@ -220,7 +227,7 @@ def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
 def _append_blocks(
     pieces: list[Piece], row: int, q: Triple, column: int, chain: list[Triple], level: Level, mask: Mask
 ) -> None:
-    """Append the pieces in which one query run sees keys of a chain, each within a block of a level."""
+    """Append the pieces in which a query run sees keys of a chain within the blocks of a level."""
     (start, step, length), (key, key_step, count) = q, chain[-1]
     index = columns = 0
     ends = (start, start + step * (length - 1)), (chain[0][0], key + key_step * (count - 1))
@@ -235,7 +242,10 @@ def _append_blocks(
 
 
 def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[int, list[Triple]]:
-    """Return (number of a chain's tokens before position lo, from run `index` on; its part in [lo, hi))."""
+    """Return the part of a chain in [lo, hi), preceded by the number of the chain's tokens before lo.
+
+    Both are computed from run `index` of the chain on.
+    """
     column = 0
     keys: list[Triple] = []
     while index < len(chain) and chain[index][0] < hi:
@@ -251,7 +261,7 @@ def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[in
 
 
 def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Triple], mask: Mask) -> None:
-    """Append the pieces in which one query run sees keys in position order, all from one document."""
+    """Append the pieces in which a query run sees keys of one document, given in position order."""
     if mask.blocks:
         for rows, part, span, its in mask.parts(q):
             before, seen = _keys_between(keys, 0, *span)
@@ -265,7 +275,8 @@ def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Tr
         return
     if mask.window and start - mask.window >= key + key_step * (count - 1):
         return
-    # every row sees all keys; under a causal edge, so would a row before the first, so the edge stays
+    # Every row sees all keys. Under a causal edge, a row before the first would see them too, so the edge does not
+    # move.
     if not mask.window and (after is None or key + key_step * (count - 1) <= start + after - step):
         _join(pieces, Piece(row, row + length, column, 0, column + sum(run[2] for run in keys), 0))
         return
@@ -273,15 +284,16 @@ def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Tr
     right = [(0, sum(run[2] for run in keys), 0)] if after is None else _edge(q, keys, 1 + after)
     for q0, q1, a, a_moves, b, b_moves in _both(left, right, length):
         if a_moves > b_moves:
-            q1 = min(q1, q0 + b - a)  # later rows see none of the columns
+            q1 = min(q1, q0 + b - a)  # later rows see no columns
         if a < b:
             _join(pieces, Piece(row + q0, row + q1, column + a, a_moves, column + b, b_moves))
 
 
 def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int]]:
-    """Return, for each row of a run, at position p, the number of keys before position p + shift. The result is a list
-    of linear stretches (first row, its count, moves) in which the count grows by `moves`, 0 or 1, per row. A moving
-    stretch begins with the row whose count exceeds the previous row's by one.
+    """Return, for each row of a run, the number of keys before the row's position plus `shift`.
+
+    The result is a list of linear stretches (first row, count in the first row, moves), in which the count grows by
+    `moves` (0 or 1) per row. A moving stretch begins with the first row whose count exceeds the previous row's count.
     """
     start, step, length = q
     start += shift
@@ -308,14 +320,14 @@ def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int
 
 
 def _put(edge: list[tuple[int, int, int]], row: int, count: int, moves: int) -> None:
-    """Append a stretch, or replace the last one if it begins with the same row."""
+    """Append a stretch, or replace the last stretch if both begin with the same row."""
     if edge[-1][0] == row:
         edge.pop()
     edge.append((row, count, moves))
 
 
 def _both(left: list, right: list, length: int) -> Iterator[Piece]:
-    """Yield the rows as pieces in which both edges are linear."""
+    """Split the rows into pieces in which both edges are linear."""
     i = j = row = 0
     while row < length:
         left_end = left[i + 1][0] if i + 1 < len(left) else length
@@ -329,9 +341,9 @@ def _both(left: list, right: list, length: int) -> Iterator[Piece]:
 
 
 def _join(pieces: list[Piece], piece: Piece) -> None:
-    """Append a piece, or extend the last one if the piece continues its edges.
+    """Append a piece, or extend the last piece if both edges continue.
 
-    A piece of one row can continue, and be continued by, both edges that stay and edges that move.
+    A piece of one row can be joined with edges that stay as well as with edges that move.
     """
     if pieces:
         q0, q1, a, a_moves, b, b_moves = pieces[-1]
@@ -345,9 +357,9 @@ def _join(pieces: list[Piece], piece: Piece) -> None:
 
 
 def _cover(pieces: list[Piece], square: bool, cover: list[Tile]) -> None:
-    """Append the tiles of the pieces of one chain."""
-    rectangle = -1  # index of the last full tile in `cover`
-    joined = -1  # index of a piece that is covered by the tiles of the previous piece
+    """Append the tiles that cover the pieces of one chain."""
+    rectangle = -1  # index in `cover` of the last full tile
+    joined = -1  # index of a piece already covered by the previous piece's tiles
 
     def full(q0: int, q1: int, k0: int, k1: int) -> None:
         nonlocal rectangle
@@ -378,6 +390,6 @@ def _cover(pieces: list[Piece], square: bool, cover: list[Tile]) -> None:
 
 
 def _sees_all_along(piece: Piece, row: int, a: int, b: int) -> bool:
-    """Return whether a piece begins with `row` and sees [a, b) in each of its rows."""
+    """Return whether a piece begins with `row` and every row in the piece sees exactly [a, b)."""
     flat = piece.q1 - piece.q0 == 1 or not (piece.a_moves or piece.b_moves)
     return flat and (piece.q0, piece.a, piece.b) == (row, a, b)
