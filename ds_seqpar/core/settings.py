@@ -1,4 +1,4 @@
-"""The user's settings: the `"sequence_parallel"` section of a DeepSpeed JSON, as one frozen dataclass."""
+"""The user's settings: the `"sequence_parallel"` section of a DeepSpeed JSON, as a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .compiler.sharding.heads import check_heads, even_ulysses, largest_share
 from .compiler.sharding.layout import Axes, Topology, axis_order, divisors
 from .compiler.tiles.launches import KERNELS
 
-CONFIGURATION = "sequence parallel configuration"  # what ranks agree on
+CONFIGURATION = "sequence parallel configuration"  # name in messages of what ranks agree on
 UNREADABLE = "SequenceParallel needs a configuration that can be read; reading it"
 if TYPE_CHECKING:
     Count: TypeAlias = int | Any  # "auto" until `resolve` has chosen one
 else:
     Count = Annotated[int, Field(ge=1)] | Literal["auto"]
-AxisNames: TypeAlias = Annotated[tuple[str, ...], Strict(False)]  # of a list too
+AxisNames: TypeAlias = Annotated[tuple[str, ...], Strict(False)]  # also accepts a list
 Rotate: TypeAlias = Literal["auto", "kv", "q"]
 CommDtype: TypeAlias = Literal["fp32", "bf16"]
 
 LAYOUTS = tuple(layout.name for layout in layouts.COMMON)
 ROTATES, COMM_DTYPES = get_args(Rotate), get_args(CommDtype)
-PLANNED_FOR = ("seq_len", "machine")  # settings that only tell the planner what to plan for
-PLANNED = ("size", "ulysses", "schedule", "head_chunks")  # if none of them is "auto", there is nothing to plan
+PLANNED_FOR = ("seq_len", "machine")  # settings that describe the target of a plan
+PLANNED = ("size", "ulysses", "schedule", "head_chunks")  # if none of these is "auto", there is nothing to plan
 # settings that save memory
 MEMORY_SETTINGS = (
     "loss_tiles",
@@ -43,12 +43,14 @@ MEMORY_SETTINGS = (
     "offload_checkpoints",
     "recompute_attention",
 )
-PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and that a plan does not have
+PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that request a plan, and are not part of the plan
 
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """The values of a setting; others can be registered. `read` reads values that begin with a prefix."""
+    """The allowed values of a setting, including registered ones. `read` checks values that begin with one of the
+    prefixes.
+    """
 
     setting: str
     values: Callable[[], Iterable[str]]
@@ -72,126 +74,133 @@ class OneOf:
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class SequenceParallelConfig:
-    """Configure how `size` ranks share one sequence: the `"sequence_parallel"` section, with the same names.
+    """Settings for sharing one sequence among `size` ranks, named as in the `"sequence_parallel"` section.
 
-    Every setting has a default, for most of them `"auto"`, which `resolve` replaces. A schedule's own settings (`rows`,
-    `ring_size`, ...) are set and read like those below; `python -m ds_seqpar show --help` lists them.
+    Every setting has a default. For most settings the default is `"auto"`, which `resolve` replaces. A schedule's own
+    settings (`rows`, `ring_size`, ...) are set and read like the settings below; `python -m ds_seqpar show --help`
+    lists them.
 
     Args:
-        schedule_options: A schedule's own settings, by name. They may also be passed as keywords.
-        auto_fields: The settings that `memory="auto"` must still choose; default: the memory settings that are not
-            given.
-        **settings: The settings below, and the schedules' own.
+        schedule_options: Settings of the schedule, by name. They may also be passed as keywords.
+        auto_fields: Settings that `memory="auto"` must still choose, by default all memory settings that are not given.
+        **settings: The settings below, and those of schedules.
 
     Raises:
-        ConfigError: A setting does not exist, or its value is wrong regardless of other settings.
+        ConfigError: A setting does not exist, or its value is invalid regardless of other settings.
     """
 
     __pydantic_config__ = STRICT
 
     size: Count = "auto"
-    """Ranks that share one sequence (P); `"auto"`: all ranks of the job."""
+    """Number of ranks that share one sequence (P). `"auto"` uses all ranks of the job."""
     ulysses: Count = "auto"
-    """Ranks that exchange tokens for heads in an all-to-all (U), at most the query heads; the other `size / ulysses`
-    run `schedule`. `"auto"`: the largest that divides `size`, shares the heads equally and fits the schedule's shape; 1
-    where heads are not known."""
+    """Number of ranks that exchange tokens for heads in an all-to-all (U), at most the number of query heads. The
+    schedule runs on `size / ulysses` ranks. `"auto"` selects the largest U that divides `size`, shares the heads
+    equally and fits the schedule's shape, or 1 if the heads are unknown."""
     schedule: Annotated[
         str, OneOf("schedule", lambda: ("auto", *schedules.SCHEDULES), schedules.READERS, schedules.schedule)
     ] = "auto"
-    """What the `size / ulysses` ranks do: one of these, a registered one, or the plan of a file, which `show --plan`
-    printed or somebody wrote. `"auto"`: `"ring"`."""
+    """Schedule of the `size / ulysses` ranks: a built-in name, a registered name, or a plan in a file. Plans can be
+    printed with `show --plan` or written by hand. `"auto"` selects `"ring"`."""
     layout: Annotated[str, OneOf("layout", lambda: ("auto", *layouts.LAYOUTS))] = "auto"
-    """Which tokens a rank holds. `"contiguous"`: neighbors; `"zigzag"`: chunks r and 2A-1-r of 2A, so that causal work
-    is equal in every step; `"striped"`: every A-th token (Striped Attention); `"balanced"`: packed documents with equal
-    work, one document as `"zigzag"`. `"auto"`: the schedule's own, mostly `"balanced"`."""
+    """How tokens are assigned to ranks. `"contiguous"` assigns consecutive tokens. `"zigzag"` assigns chunks r and
+    2A-1-r of 2A to rank r, which balances causal work in every step. `"striped"` assigns every A-th token (Striped
+    Attention). `"balanced"` divides packed documents into shares of equal work, and a single document as `"zigzag"`
+    does. `"auto"` selects the schedule's own layout, usually `"balanced"`."""
     rotate_forward: Rotate = "auto"
-    """What rotates in forward: `"kv"`, or `"q"` with its partial results. `"auto"`: what sends fewer bytes."""
+    """Operand that rotates in forward: `"kv"`, or `"q"` with its partial results. `"auto"` selects the operand that
+    sends fewer bytes."""
     rotate_backward: Rotate = "auto"
-    """The same in backward: `"kv"` with its gradients, or `"q"` with the output's gradient and dq."""
+    """Operand that rotates in backward: `"kv"` with its gradients, or `"q"` with the output's gradient and dq. `"auto"`
+    selects the operand that sends fewer bytes."""
     overlap: bool = False
-    """Send single blocks in place of collectives, and compute products in the order in which operands arrive."""
+    """Send single blocks instead of using collectives, and compute products in the order in which operands arrive."""
     rank_order: AxisNames | Annotated[str, OneOf("rank_order", lambda: RANK_ORDERS)] = "auto"
-    """The order of axes over ranks, the fastest first: their names, or a preset. `"ulysses_intra"` (`"auto"`) keeps
-    Ulysses' all-to-all inside a node, `"collectives_intra"` a schedule's gathers, `"ring_intra"` its ring
-    (WallFacer)."""
+    """Order of the axes over ranks, fastest-varying first: a list of axis names, or a preset. `"ulysses_intra"` (also
+    the choice of `"auto"`) keeps the Ulysses all-to-all within a node. `"collectives_intra"` keeps a schedule's gathers
+    within a node, and `"ring_intra"` keeps its ring within a node (WallFacer)."""
     comm_dtype: CommDtype = "fp32"
-    """The dtype of partial outputs and gradients between ranks: `"fp32"` (fp64 for fp64 inputs) or `"bf16"`. In fp16
-    gradients of a mean loss over many tokens would vanish."""
+    """Dtype of partial outputs and gradients sent between ranks: `"fp32"` (fp64 for fp64 inputs) or `"bf16"`. fp16 is
+    not available, because gradients of a mean loss over many tokens would vanish."""
     kernel: Annotated[str, OneOf("kernel", lambda: KERNELS)] = "auto"
-    """The block kernel; `"auto"`: the first that can take the blocks."""
+    """Attention kernel for blocks. `"auto"` selects the first kernel that supports the blocks."""
     head_chunks: Count = 1
-    """Attend to so many chunks of the heads, at most the key/value heads, one after the other, with buffers of one
-    (Untied Ulysses). With `overlap` Ulysses' exchanges run while another chunk computes. `"auto"`: with a `seq_len` or
-    a `machine` the planner chooses; else the fewest whose buffers take no more than q, k, v and out, among those that
-    send no more bytes."""
+    """Number of chunks into which attention divides the heads, at most the number of key/value heads. Chunks are
+    computed one after the other, with buffers for a single chunk (Untied Ulysses). With `overlap`, Ulysses exchanges
+    run while another chunk is computed. With a `seq_len` or a `machine`, `"auto"` lets the planner choose. Otherwise,
+    `"auto"` selects the smallest number for which buffers take no more memory than q, k, v and out, among the numbers
+    that send no additional bytes."""
     recompute_attention: bool = False
-    """With activation checkpointing, run attention and what it sends once more in backward. False keeps attention's
-    results, so that it runs once a step (DistFlashAttn)."""
+    """With activation checkpointing, run attention and its communication again in backward. If false, attention's
+    results are kept, so attention runs once per step (DistFlashAttn)."""
     save_qkv_after_all_to_all: bool | Literal["auto"] = "auto"
-    """Save the q, k and v that Ulysses' all-to-all brought to forward. False exchanges them again in backward: slower,
-    in less memory. `"auto"`: true, except with several `head_chunks`, without `overlap`, and outside of a checkpoint
-    that keeps attention."""
+    """Save the q, k and v that forward received in the Ulysses all-to-all. If false, backward exchanges them again,
+    which is slower but needs less memory. `"auto"` means false only if there are several `head_chunks`, `overlap` is
+    off, and no checkpoint keeps attention's results."""
     offload_checkpoints: bool = False
-    """Move what checkpoints save to host memory until backward needs it."""
+    """Move tensors saved by activation checkpoints to host memory until backward needs them."""
     mlp_tiles: Count = 1
-    """Tiles of a rank's tokens in which a patched model computes MLPs and norms (ALST). `"auto"`: each rank chooses in
-    each forward."""
+    """Number of tiles into which a patched model divides a rank's tokens when computing MLPs and norms (ALST). With
+    `"auto"`, each rank chooses in each forward."""
     loss_tiles: Count = 1
-    """The same for logits and the loss."""
+    """Number of tiles into which a patched model divides a rank's tokens when computing logits and the loss. With
+    `"auto"`, each rank chooses in each forward."""
     seq_len: Count = "auto"
-    """Tokens of the whole sequence for which `"auto"` settings are planned. `"auto"`: with a `machine`, the longest
-    that a Trainer's data set says it has."""
+    """Number of tokens of the whole sequence for which `"auto"` settings are planned. With a `machine`, `"auto"` uses
+    the maximum length that a Trainer's data set reports."""
     tokens_per_rank: Count = "auto"
-    """Most tokens that a rank holds of a micro-batch: samples of an optimizer step are packed, `tokens_per_rank * size`
-    tokens a micro-batch, so that short ones are whole on a rank and long ones shared. `"auto"`: batches stay as they
-    are."""
+    """Maximum number of tokens per rank in a micro-batch. Samples of an optimizer step are packed into micro-batches of
+    `tokens_per_rank * size` tokens. Short samples stay whole on one rank, and long samples are shared among ranks.
+    `"auto"` leaves batches unchanged."""
     machine: Annotated[str, Field(min_length=1)] = "auto"
-    """The machine for which they are planned: a preset's name, or a JSON file of its rates, links and memory.
-    `"auto"`: with a `seq_len`, what ranks see of their devices and hosts."""
+    """Machine for which `"auto"` settings are planned: the name of a preset, or a JSON file with its rates, links and
+    memory. With a `seq_len`, `"auto"` uses the devices and hosts that the ranks detect."""
     memory: Literal["given", "auto"] = "given"
-    """`"auto"`: plan the fastest of `head_chunks`, `recompute_attention`, `save_qkv_after_all_to_all`,
-    `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits, where they are not given."""
+    """With `"auto"`, plan the fastest choice of `head_chunks`, `recompute_attention`, `save_qkv_after_all_to_all`,
+    `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits in memory. Settings that are given keep their values."""
     agreement: Literal["auto", "always"] = "auto"
-    """When ranks have compared what they are about to do. `"auto"`: on CPUs before a call sends anything; on
-    accelerators a call unlike all before it does, and others are compared at the end of a step, in which hosts then
-    wait for one another once. `"always"`: before each call goes on, on any device."""
+    """When ranks check that they are about to run the same call. On CPUs, `"auto"` checks before a call sends anything.
+    On accelerators, `"auto"` checks before the call only if it differs from all earlier calls. The remaining calls are
+    checked at the end of each step, where hosts wait for one another once. `"always"` checks before every call, on any
+    device."""
     recurrent_layers: Literal["auto", "heads", "states"] = "auto"
-    """How ranks share layers with a state, such as Mamba-2's. `"heads"`: Ulysses ranks exchange heads, and CP ranks
-    pass states on. `"states"`: all ranks pass states on. `"auto"`: what sends fewer bytes."""
+    """How ranks share layers with a state, such as Mamba-2 layers. With `"heads"`, Ulysses ranks exchange heads, and CP
+    ranks pass states to the next CP rank. With `"states"`, all ranks pass states to the next rank. `"auto"` selects the
+    option that sends fewer bytes."""
     latent_attention: Literal["auto", "expanded", "latent"] = "auto"
-    """What latent attention (MLA) sends of a token: `"latent"`, which each rank expands where it computes with it, or
-    `"expanded"` keys and values. `"auto"`: the latent, unless it is no smaller, or CP ranks have fewer tokens than it
-    has numbers, or there are several `head_chunks`."""
+    """What latent attention (MLA) sends for each token. `"latent"` sends the latent vector, which every receiving rank
+    expands, and `"expanded"` sends expanded keys and values. `"auto"` sends the latent, unless the latent is no smaller
+    than keys and values, CP ranks have fewer tokens than the latent has elements, or there are several `head_chunks`."""
     shared_prompts: Literal["auto"] | bool = "auto"
-    """Whether a prompt that several rows begin with is computed once, where a model is asked for numbers a token, as
-    trl's trainers do. `"auto"`: where the model can, and a tenth of the tokens or more is saved. `true`: wherever rows
-    share one; a model that cannot is refused."""
+    """Whether to compute a prompt only once if several rows begin with it, in calls that request per-token numbers,
+    such as those of trl's trainers. `"auto"` shares prompts if the model supports it and at least a tenth of the tokens
+    is saved. `true` always shares prompts, and raises an error if the model does not support it."""
     divide_media: Literal["auto"] | bool = "auto"
-    """Whether ranks divide pictures, frames of films and sounds, so that each makes the features of its own. `"auto"`:
-    where those of one do not depend on others, as a small copy of the model shows. `true`: a model whose cannot be
-    divided is refused. `false`: every rank makes all."""
+    """Whether ranks divide pictures, video frames and sounds, so that each rank computes the features of its own share.
+    `"auto"` divides media if a small copy of the model shows that the features of an item do not depend on other items.
+    `true` raises an error if a model's media cannot be divided. With `false`, every rank computes all features."""
     prove: Literal["auto", "always", "never"] = "auto"
-    """Whether a small copy of a transformers model is compared, whole and shared, before the model is patched.
-    `"auto"`: unless the repository tests its family."""
+    """Whether to compare the whole and the shared computation of a small copy of a transformers model before patching
+    the model. `"auto"` skips model families that the repository tests."""
     doctor: bool = False
-    """Whether `initialize` and the Trainer examine the job for some seconds before the first step: ranks, links,
-    kernels, attention, and a small copy of the model with its loss, gradients and an optimizer step."""
+    """Whether `initialize` and the Trainer spend some seconds checking the job before the first step. The checks cover
+    ranks, links, kernels, attention, and a small copy of the model with its loss, gradients and an optimizer step."""
     max_ctas: Count = "auto"
-    """On NVIDIA GPUs, the most thread blocks, of an SM each, that an operation between ranks takes from the products
-    which run beside it. `"auto"`: NCCL's own number, up to 32."""
+    """Maximum number of thread blocks, each occupying one SM, that a communication operation takes from concurrent
+    products on NVIDIA GPUs. `"auto"` uses NCCL's own number, up to 32."""
     watchdog: Literal["end", "report"] = "end"
-    """What happens once ranks have waited for others for `watchdog_s`, and one report has said who waits for whom:
-    `"end"` ends the job, `"report"` waits on."""
+    """What happens after ranks have waited for others for `watchdog_s` and a report has named the ranks that wait and
+    the ranks that are waited for. `"end"` ends the job, and `"report"` continues to wait."""
     watchdog_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """How many seconds a rank waits for others until then. `"auto"`: half of the process groups' timeout, at least
-    60."""
+    """Number of seconds that a rank waits for other ranks before the watchdog acts. `"auto"` uses half of the process
+    groups' timeout, but at least 60 seconds."""
     check_finite: bool = False
-    """Whether to look for NaN and inf, and to name the first place where one appears. It waits for the device in each
-    layer."""
+    """Whether to check for NaN and inf, and to name the first place where one appears. The check waits for the device
+    in each layer."""
     schedule_options: tuple[tuple[str, Any], ...] = ()
     """The schedule's own settings that are not `"auto"`, sorted by name."""
     auto_fields: tuple[str, ...] = ()
-    """The settings that `memory="auto"` has still to choose."""
+    """The settings that `memory="auto"` must still choose."""
 
     def __init__(
         self,
@@ -215,7 +224,7 @@ class SequenceParallelConfig:
             raise as_config_error(error, settings, f"{SECTION}.", repr) from None
 
     def __getattr__(self, name: str) -> Value | str:
-        if name in schedules.settings():  # a schedule's own
+        if name in schedules.settings():  # a setting of a schedule
             return dict(vars(self).get("schedule_options", ())).get(name, "auto")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -229,12 +238,12 @@ class SequenceParallelConfig:
 
     @property
     def chosen_schedule(self) -> Schedule:
-        """The named schedule, or the one for "auto"."""
+        """The configured schedule, or the schedule that "auto" selects."""
         return schedules.schedule(self.schedule)
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> SequenceParallelConfig:
-        """Read the section itself. Raises ConfigError for a key that does not exist, naming the nearest key."""
+        """Read the `"sequence_parallel"` section. Raises ConfigError for an unknown key, suggesting the closest."""
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
         check_names(section)
@@ -243,17 +252,16 @@ class SequenceParallelConfig:
     def resolve(
         self, world_size: int, heads: tuple[int, int] | None = None, per_node: int | None = None
     ) -> SequenceParallelConfig:
-        """Return the same settings with every `"auto"` replaced, except the numbers of tiles, which each forward
-        chooses.
+        """Return the same settings with every `"auto"` replaced, except numbers of tiles, which each forward chooses.
 
         Args:
             world_size: Number of ranks of the job.
-            heads: (query heads, key/value heads) of the model, if known.
-            per_node: Number of ranks of a node; an `ulysses` of "auto" stays within it. None: "auto" ignores nodes.
+            heads: The model's numbers of (query heads, key/value heads), if known.
+            per_node: Number of ranks per node; with "auto", `ulysses` stays within a node. None: "auto" ignores nodes.
 
         Raises:
-            ConfigError: `size` does not divide the world, `ulysses` does not divide the size, or `ulysses` does not fit
-                the heads.
+            ConfigError: `size` does not divide the world size, `ulysses` does not divide `size`, or `ulysses` does not
+                fit the heads.
         """
         if heads is not None and not (isinstance(heads, Sequence) and len(heads) == 2 and all(map(is_count, heads))):
             raise ConfigError(f"heads must be the model's numbers of query and key/value heads; got {heads!r}")
@@ -278,13 +286,14 @@ class SequenceParallelConfig:
                 f'{SECTION}.latent_attention "latent" needs head_chunks 1, since a latent is of all heads; got '
                 f'{self.head_chunks}, set one of them to "auto"'
             )
-        resolved.topology(world_size)  # which raises for a wrong rank_order
+        resolved.topology(world_size)  # raises if rank_order is invalid
         return resolved
 
     def _ulysses(self, heads: tuple[int, int] | None, per_node: int) -> int:
-        """Return the configured size. For "auto", return the largest size that stays within a node, divides the heads
-        equally, leaves each Ulysses rank a head in every head chunk, and gives a number of CP ranks that fits the
-        schedule's own settings.
+        """Return the configured Ulysses size, or the size that "auto" selects.
+
+        "auto" selects the largest size that stays within a node, divides the heads equally, and leaves each Ulysses
+        rank a head in every head chunk. The resulting number of CP ranks must fit the schedule's own settings.
         """
         ulysses = self.ulysses if self.ulysses != "auto" else 1
         if self.size % ulysses:
@@ -315,7 +324,7 @@ class SequenceParallelConfig:
         )
 
     def _check_own(self, chosen: Schedule) -> None:
-        """Raise ConfigError for a setting of another schedule."""
+        """Raise ConfigError for a setting that belongs to another schedule."""
         known = schedules.settings()
         for name, _ in self.schedule_options:
             if (owner := known[name][1]) is not chosen:
@@ -325,7 +334,7 @@ class SequenceParallelConfig:
                 )
 
     def _check_choices(self, chosen: Schedule) -> None:
-        """Raise ConfigError for a value that this schedule does not accept; the message names schedules that do."""
+        """Raise ConfigError for a value that this schedule does not support, suggesting schedules that do."""
         for name, legal in _choices(chosen).items():
             value = getattr(self, name)
             if isinstance(value, str) and value not in ("auto", *legal):
@@ -336,15 +345,17 @@ class SequenceParallelConfig:
                 )
 
     def _shape(self, heads: tuple[int, int] | None) -> tuple[tuple[str, Value], ...]:
-        """Return the schedule's own settings, with every "auto" replaced."""
-        if heads:  # all Ulysses ranks must choose alike, so they choose for the one with the most heads
+        """Return the schedule's own settings with every "auto" replaced."""
+        if heads:  # all Ulysses ranks make the same choice: the choice of the busiest
             heads = largest_share(*heads, self.ulysses)
         options, cp_size = dict(self.schedule_options), self.size // self.ulysses
         return tuple(self.chosen_schedule.shaped(cp_size, options, heads, self.layout).items())
 
     def section(self) -> dict[str, Any]:
-        """Return a resolved config as the section of a DeepSpeed JSON: size, ulysses, schedule, and values other than
-        the default. Settings that requested a plan are left out.
+        """Return a resolved config as a section of a DeepSpeed JSON: size, ulysses, schedule, and all non-default
+        values.
+
+        Settings that requested a plan are omitted.
         """
         settings, defaults = self.settings(), SequenceParallelConfig().settings()
         section = {name: settings.pop(name) for name in ("size", "ulysses", "schedule")}
@@ -359,7 +370,7 @@ class SequenceParallelConfig:
 
     @property
     def cp_axes(self) -> Axes:
-        """Return names and sizes of the axes of a resolved config's CP ranks, the fastest-numbered axis first."""
+        """The names and sizes of the axes of a resolved config's CP ranks, fastest-varying axis first."""
         return self.chosen_schedule.axes(self.size // self.ulysses, dict(self.schedule_options))
 
     def topology(self, world_size: int) -> Topology:
@@ -370,29 +381,32 @@ class SequenceParallelConfig:
 
     @property
     def asks_for_plan(self) -> bool:
-        """Whether the planner must choose: `seq_len` or `machine` is given and one of `PLANNED` is "auto", or `memory`
-        is "auto" and leaves settings open."""
+        """Whether the settings request a plan.
+
+        A plan is requested if `seq_len` or `machine` is given and a setting in `PLANNED` is "auto", or if `memory` is
+        "auto" and leaves settings to choose.
+        """
         requested = any(getattr(self, name) != "auto" for name in PLANNED_FOR)
         shape = requested and isinstance(self.rank_order, str) and "auto" in (getattr(self, name) for name in PLANNED)
         return shape or bool(self.auto_fields)
 
     def kept(self, head_chunks: int, checkpointed: bool, keeps: bool) -> SavedForBackward:
-        """Return what attention's forward saves for backward, for a resolved config.
+        """Return which tensors attention's forward saves for backward, for a resolved config.
 
         Args:
             head_chunks: Number of head chunks.
-            checkpointed: Whether a checkpoint is around attention.
-            keeps: Whether that checkpoint keeps attention's results.
+            checkpointed: Whether attention runs inside a checkpoint.
+            keeps: Whether the checkpoint keeps attention's results.
         """
         chosen = self.save_qkv_after_all_to_all
-        if chosen == "auto":  # not where head chunks are there to save memory, unless a checkpoint keeps the results
+        if chosen == "auto":  # false if head chunks save memory, unless a checkpoint keeps the results
             chosen = head_chunks == 1 or self.overlap or (checkpointed and keeps)
-        if self.ulysses == 1 or not chosen:  # without other Ulysses ranks nothing is exchanged
+        if self.ulysses == 1 or not chosen:  # a single Ulysses rank exchanges nothing
             return SavedForBackward.NOTHING
         return SavedForBackward.QKV if checkpointed else SavedForBackward.QKV_AND_OUT
 
     def recipe(self, topology: Topology) -> Recipe:
-        """Return the Recipe from which a resolved config's programs are made."""
+        """Return the Recipe from which a resolved config's programs are built."""
         return Recipe(
             schedule=self.chosen_schedule,
             topology=topology,
@@ -408,7 +422,7 @@ def _checker() -> TypeAdapter[SequenceParallelConfig]:
 
 
 def setting_names() -> tuple[str, ...]:
-    """Return the names of all settings: the common ones and the schedules' own."""
+    """Return the names of all settings: the common settings and the schedules' own settings."""
     every = [field.name for field in dataclasses.fields(SequenceParallelConfig)]
     if twice := [name for name in every if name in schedules.settings()]:
         raise ConfigError(f"a schedule's settings need names of their own; got {', '.join(twice)}, rename it")
@@ -416,7 +430,7 @@ def setting_names() -> tuple[str, ...]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ConfigError for a setting that does not exist, naming the nearest one that does."""
+    """Raise ConfigError for a setting that does not exist, suggesting the closest match."""
     known = setting_names()
     for name in names:
         if name not in known:
@@ -426,7 +440,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    """Return the words that a schedule accepts for each common setting whose values are words."""
+    """Return, for each common setting with named values, the values that a schedule supports."""
     sides = ("auto", *schedule.moving_sides)
     return {
         "layout": schedule.layouts,
@@ -436,18 +450,19 @@ def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
     }
 
 
-HOST_PIECE = 2**26  # bytes of the host tensors that offloaded checkpoints are copied into; the last may be smaller
+HOST_PIECE = 2**26  # bytes per host tensor for offloaded checkpoints; the last may be smaller
 
 
 def most_logits(vocab: int, hidden: int) -> int:
-    """Return the maximum bytes of a tile's fp32 logits with loss_tiles "auto": a quarter of the head's fp32 gradient,
-    which exists at the same time, and at most 256 MiB.
+    """Return the maximum size in bytes of a tile's fp32 logits with loss_tiles "auto".
+
+    The maximum is a quarter of the head's fp32 gradient, which exists at the same time, and at most 256 MiB.
     """
     return min(2**28, vocab * hidden)
 
 
 def check_length(config: SequenceParallelConfig, seq: int) -> None:
-    """Raise InputError, naming the next length that fits, unless a sequence of `seq` tokens can be shared."""
+    """Raise InputError, naming the next valid length, unless a sequence of `seq` tokens can be shared."""
     step = layouts.multiple(config.layout, config.size, config.ulysses)
     if seq < 1 or seq % step:
         fits = max(1, -(-seq // step)) * step

@@ -1,5 +1,6 @@
-"""Checks of attention's inputs, on this rank and then by guards, before anything is sent. A check whose argument is
-`object` must accept anything that a user may pass.
+"""Checks of attention's inputs before anything is sent, first on this rank and then by guards.
+
+A check with a parameter of type `object` must accept any value that a user may pass.
 """
 
 from __future__ import annotations
@@ -30,56 +31,57 @@ from .transport import TorchComm
 
 
 def mask_of(causal: bool, mask: Mask | None) -> Mask:
-    """Return the mask if it is not None, otherwise the mask for `causal`, True or False. Any other `causal` is returned
-    as it is, for a check to refuse.
+    """Return the mask, or if it is None, the mask for `causal`.
+
+    If `causal` is not a bool, it is returned unchanged so that a later check can reject it.
     """
     if mask is not None:
         return mask
     return {True: CAUSAL, False: FULL}[causal] if isinstance(causal, bool) else causal
 
 
-COMPARED = "attention inputs"  # the name in messages of what ranks compare
+COMPARED = "attention inputs"  # name of the compared fields in error messages
 
 
 class AttentionOptions(NamedTuple):
-    """The arguments of a call of attention other than its tensors, as in `SequenceParallel.attention`."""
+    """The non-tensor arguments of an attention call, as in `SequenceParallel.attention`."""
 
     mask: Mask
-    shards: UnevenShards | None  # None for the configured layout
+    shards: UnevenShards | None  # None: the configured layout
     scale: float | None
     backward: bool = False  # whether a backward may follow
-    lse: bool = False  # whether the caller asks for the lse
+    lse: bool = False  # whether the caller requests the lse
     softcap: float | None = None
     sinks: Tensor | None = None
-    operator: Operator = DENSE  # what is computed of which tensors
-    layer: int | None = None  # of a patched model, for guards; None in compiled code
+    operator: Operator = DENSE  # defines the computation and its tensors
+    layer: int | None = None  # layer index in a patched model, for guards; None in compiled code
 
 
 class AdmittedCall(NamedTuple):
-    """A call that every rank of the sequence can compute."""
+    """A call whose inputs every rank of the sequence has accepted."""
 
     runtime: Runtime
-    tensors: Tensors  # of the operator, prepared
+    tensors: Tensors  # the operator's prepared tensors
     sinks: Tensor | None
     settings: CallSettings
     return_lse: bool
-    checkpointed: bool  # whether a checkpoint of ours is around the call
-    agreement: Tensor | None  # in a compiled graph: the result of `agreement_op`, for ops that must run after it
+    checkpointed: bool  # whether the call is inside one of our checkpoints
+    agreement: Tensor | None  # in compiled graphs, the result of `agreement_op`, an input of ops that must run later
 
 
 def admitted_call(
     runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions, agreed: bool = False, parts: int = 1
 ) -> AdmittedCall:
-    """Check a call, and decide how it is computed. Collective like `check_inputs`, unless `agreed`.
+    """Check a call, and decide how to compute it. Collective like `check_inputs`, unless `agreed` is True.
 
     Args:
-        runtime: The runtime of this rank.
-        tensors: This rank's tokens, as `options.operator` takes them: q (B, s, Hq, D), k (B, t, Hkv, D) and v
-            (B, t, Hkv, Dv).
+        runtime: Runtime of this rank.
+        tensors: This rank's tokens, in the form that `options.operator` expects: q (B, s, Hq, D), k (B, t, Hkv, D) and
+            v (B, t, Hkv, Dv).
         options: The other arguments of the call.
         agreed: Whether the ranks have already agreed on the inputs.
-        parts: If above 1, the number of head chunks. The tensors hold the heads of one of them, and the caller calls
-            this for each.
+        parts: Number of head chunks if the caller splits the heads itself and makes one call per head chunk; otherwise
+            1.
     """
     agreement, compiling = None, torch.compiler.is_compiling()
     checkpoint = replay.NONE if compiling else replay.current()
@@ -89,7 +91,7 @@ def admitted_call(
         mask, shards, *rest, operator, _ = options
         handles = runtime.handle, mask.handle, handle_of_shards(shards)
         agreement = agreement_op(tensors, *handles, *rest, operator.name)
-    elif not checkpoint.replays_next:  # a result that is replayed is neither computed nor sent
+    elif not checkpoint.replays_next:  # replayed results need no computation and no communication
         check_inputs(runtime, tensors, options)
     scale = tensors[0].shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     tensors, v_dim = options.operator.prepare(tensors)
@@ -105,8 +107,10 @@ def admitted_call(
 
 
 def _can_be_op(runtime: Runtime, tensors: Sequence[Any], options: AttentionOptions) -> bool:
-    """Return whether attention can be an op of a compiled graph. It needs the right types, and heads that can be
-    distributed over Ulysses ranks and head chunks. Everything else is checked when the agreement runs.
+    """Return whether attention can be an op in a compiled graph.
+
+    The arguments must have the right types, and the heads must be divisible among Ulysses ranks and head chunks. All
+    other checks run when the compiled graph executes `agreement_op`.
     """
     operator = options.operator
     readable = all(isinstance(x, Tensor) and x.dim() == n for x, n in zip(tensors, operator.dims, strict=True))
@@ -118,10 +122,10 @@ def _can_be_op(runtime: Runtime, tensors: Sequence[Any], options: AttentionOptio
     head_chunks = 1 if runtime.config.head_chunks == "auto" else runtime.config.head_chunks
     if kv_heads < 1 or q_heads % kv_heads:
         return False
-    return q_heads // kv_heads * (kv_heads // head_chunks) >= runtime.ulysses.size  # a query head for each Ulysses rank
+    return q_heads // kv_heads * (kv_heads // head_chunks) >= runtime.ulysses.size  # at least one query head each
 
 
-CONFIGURED = -1  # in place of a handle: shards of the configured layout
+CONFIGURED = -1  # handle value for the shards of the configured layout
 
 
 def handle_of_shards(shards: Shards | None) -> int:
@@ -137,8 +141,9 @@ def agreement_op(
     tensors: Sequence[Tensor], handle: int, mask: int, shards: int, scale: float | None, backward: bool, lse: bool,
     softcap: float | None, sinks: Tensor | None, operator: str,
 ) -> Tensor:  # fmt: skip
-    """Call `check_inputs` in a compiled graph. Returns an empty tensor that ops take as an argument if they must run
-    afterwards.
+    """Call `check_inputs` in a compiled graph.
+
+    Returns an empty tensor, which ops take as an argument if they must run after the check.
     """
     of = OPERATORS[operator]
     options = AttentionOptions(object_of(mask), shards_of(shards), scale, backward, lse, softcap, sinks, of)
@@ -148,54 +153,59 @@ def agreement_op(
 
 @agreement_op.register_fake
 def _empty(tensors: Sequence[Tensor], *rest: object) -> Tensor:
-    return tensors[0].new_empty(0, dtype=torch.int64)  # integers, through which no gradient flows
+    return tensors[0].new_empty(0, dtype=torch.int64)  # an integer tensor, so no gradient flows through it
 
 
 def check_inputs(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> None:
-    """Check the inputs of a call on this rank, and by guards, which compare them between ranks. Collective if there are
-    guards.
+    """Check the inputs of a call on this rank, then by guards, which compare inputs between ranks.
+
+    Collective if there are guards.
 
     Raises:
-        InputError, ConfigError, KernelError, DisagreementError: Attention cannot take this rank's inputs. With guards,
-            it is raised on all ranks of the sequence, and also if inputs or settings differ between them.
+        InputError, ConfigError, KernelError, DisagreementError: This rank cannot compute attention over its inputs.
+            With guards, the error is raised on all ranks of the sequence, and also if inputs or settings differ between
+            ranks.
     """
-    if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, in every process
+    if torch.compiler.is_compiling():  # a decorator would import the compiler in every process, for seconds
         torch.compiler.disable(check_inputs)(runtime, tensors, options)
         return
     key = _key(tensors, options)
     compared = runtime.admitted.get(key) if key is not None else None
     if compared is None:
         error = attention_error(runtime, tensors, options)
-        # after an error the inputs may be nothing that can be described
+        # invalid inputs may be impossible to describe
         compared = Compared(COMPARED, {} if error else _compared_fields(runtime, tensors, options))
         if error is None and key is not None:
             runtime.remember(key, compared)
     else:
         error = derivatives_error(*tensors)
-    named = dict(zip(options.operator.inputs, tensors, strict=False))  # wrong ones may be few or many
+    named = dict(zip(options.operator.inputs, tensors, strict=False))  # invalid inputs may differ in number
     runtime.admit(Inputs(ATTENTION, compared, named), error)
 
 
 def _key(tensors: Sequence[Any], options: AttentionOptions) -> tuple | None:
-    """Return everything that the checks read except derivatives, so that inputs with equal keys pass the same checks.
-    None if an input is nested, or is not a plain tensor or parameter.
+    """Return a key of everything that the checks read, except derivatives.
+
+    Inputs with equal keys pass the same checks. The key is None if an input is nested, or is not a plain tensor or
+    parameter.
     """
     tensors = [*tensors, *(() if options.sinks is None else (options.sinks,))]
-    if not all(type(x) in (Tensor, Parameter) and not x.is_nested for x in tensors):  # some others have no shape
+    if not all(type(x) in (Tensor, Parameter) and not x.is_nested for x in tensors):  # other classes may have no shape
         return None
     properties = tuple((x.layout, x.shape, x.dtype, x.device) for x in tensors)
-    # types first: a comparison of keys ends at the first difference, and values of other types may not be comparable
+    # Types come first, because comparing keys stops at the first difference, and values of different types may not be
+    # comparable.
     key = tuple(type(x) for x in options), properties, options._replace(sinks=None), replay.current().which_run
     try:
         hash(key)
-    except TypeError:  # an argument is nothing that attention takes
+    except TypeError:  # an argument has an unsupported type
         return None
     return key
 
 
 def _compared_fields(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> dict[str, object]:
-    """Return by name the fields that must be the same on all ranks. With uneven shards, lengths may differ."""
-    assert isinstance(runtime.comm, TorchComm)  # virtual ranks are in one process, and are not compared
+    """Return the fields, by name, that must be equal on all ranks. Lengths may differ if shards are uneven."""
+    assert isinstance(runtime.comm, TorchComm)  # virtual ranks share a process and compare nothing
     named = dict(zip(options.operator.inputs, tensors, strict=True))
     fields: dict[str, object] = {name: describe(x) for name, x in named.items()}
     if options.shards is not None:
@@ -212,7 +222,7 @@ def _compared_fields(runtime: Runtime, tensors: Sequence[Tensor], options: Atten
 
 
 def attention_error(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> SeqParError | None:
-    """Return an error that says why this rank cannot compute attention over these inputs, or None if it can."""
+    """Return an error that explains why this rank cannot compute attention over its inputs, or None if it can."""
     try:
         options.operator.check_options(options)
         operator, lengths_differ = options.operator, options.shards is not None
@@ -227,7 +237,7 @@ def attention_error(runtime: Runtime, tensors: Sequence[Tensor], options: Attent
             options.mask, options.shards, scores, 1 if chunks == "auto" else chunks, operator=operator, v_dim=v_dim
         )
         check_shares(runtime, tensors, settings)
-    except Exception as error:  # a rank that raised alone would leave its peers waiting
+    except Exception as error:  # a rank that raises alone leaves its peers waiting
         return as_seqpar_error("attention needs a kernel and a program on every rank; making them failed", error)
     return None
 
@@ -235,13 +245,13 @@ def attention_error(runtime: Runtime, tensors: Sequence[Tensor], options: Attent
 def check_arguments(
     tensors: Sequence[object], mask: object, scale: object, lengths_differ: bool = False, operator: Operator = DENSE
 ) -> None:
-    """Raise InputError for tensors, a mask or a scale that attention cannot take on any number of ranks.
+    """Raise InputError for tensors, a mask or a scale that attention does not support on any number of ranks.
 
     Args:
-        tensors: Of the operator.
+        tensors: Tensors of the operator.
         mask: A Mask.
         scale: Factor of the scores.
-        lengths_differ: Whether keys may have another length than q.
+        lengths_differ: Whether k and v may differ from q in length.
         operator: The operator to compute.
     """
     try:
@@ -249,7 +259,7 @@ def check_arguments(
         operator.check(tensors, lengths_differ)
     except SeqParError:
         raise
-    except Exception as error:  # raised by a tensor or a number of another class
+    except Exception as error:  # raised by an unusual tensor or number class
         raise as_seqpar_error(
             f"attention needs {', '.join(operator.inputs)}, causal and scale that can be read; reading them failed",
             error,
@@ -271,13 +281,13 @@ def _check_settings(mask: object, scale: object) -> None:
 
 
 def check_softcap(softcap: object) -> None:
-    """Raise InputError for a softcap that is neither None nor a number above 0."""
+    """Raise InputError if the softcap is neither None nor a positive number."""
     if softcap is not None and not _is_positive(softcap):
         raise InputError(f"attention needs a softcap that is a number above 0 (in fp32), or None; got {softcap!r:.80}")
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:
-    """Raise InputError for sinks that are neither None nor one number for each of q's heads."""
+    """Raise InputError if sinks are neither None nor a tensor with one number per query head."""
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or sinks.shape != q.shape[2:3] or not sinks.is_floating_point():
@@ -290,16 +300,18 @@ def check_sinks(sinks: object, q: Tensor) -> None:
 
 
 def _is_positive(x: Any) -> bool:
-    """Return whether x is a positive number in fp32's range. A smaller number is 0 in a kernel, and 0 times a mask's
-    -inf is NaN; a larger one is infinity.
+    """Return whether x is a positive number in the range of fp32.
+
+    A kernel rounds smaller numbers to 0, and 0 times a mask's -inf is NaN. Larger numbers overflow to infinity.
     """
     fp32, is_real = torch.finfo(torch.float32), isinstance(x, numbers.Real) and not isinstance(x, bool)
     return is_real and bool(fp32.tiny <= x <= fp32.max)
 
 
 def check_shares(runtime: Runtime, tensors: Tensors, settings: CallSettings) -> None:
-    """Raise ConfigError, InputError or KernelError if heads, length, mask, program or kernel do not fit. The kernel is
-    checked here, while other ranks can still be told: its package may be missing on some ranks.
+    """Raise ConfigError, InputError or KernelError if the heads, length, mask, program or kernel do not fit.
+
+    The kernel is checked here, before communication starts, because its package may be missing on only some ranks.
     """
     (q, keys, *_), config = tensors, runtime.config
     check_heads(config.ulysses, q.shape[2], keys.shape[2], size=config.size, head_chunks=config.head_chunks)
@@ -313,7 +325,7 @@ def check_shares(runtime: Runtime, tensors: Tensors, settings: CallSettings) -> 
 
 
 def check_documents(mask: Mask, seq: int) -> None:
-    """Raise InputError for documents that begin after `seq` tokens."""
+    """Raise InputError if a document begins after `seq` tokens."""
     if mask.documents and mask.documents[-1] >= seq:
         raise InputError(
             f"a mask's documents must begin within the sequence of {seq} tokens; got one at {mask.documents[-1]}, "
@@ -322,7 +334,7 @@ def check_documents(mask: Mask, seq: int) -> None:
 
 
 def check_shards(shards: object, size: int, layout: str) -> None:
-    """Raise InputError unless these are shards of `size` CP ranks, each with as many blocks as in the layout."""
+    """Raise InputError unless the shards are for `size` CP ranks and have as many blocks per rank as the layout."""
     if not isinstance(shards, UnevenShards):
         got = type(shards).__name__
         raise InputError(f"attention needs shards that are UnevenShards, or None for the configured layout; got {got}")

@@ -1,6 +1,6 @@
 """Attention over a sequence shared by many ranks, with autograd.
 
-`custom_ops` has the same attention as one op, for compilers and dispatch modes.
+`custom_ops` provides the same attention as a single op, for compilers and dispatch modes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .dense import is_delta, offsets
 from .runtime import Runtime
 from .seams import ATTENTION, GuardedCall
 
-Context: TypeAlias = Any  # autograd's ctx, whose type in torch has none of the attributes that are set on it
+Context: TypeAlias = Any  # autograd's ctx; torch's type for it lacks the attributes set here
 
 
 def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
-    """Compute attention over the whole sequence for this rank's tokens of q. Differentiable, once.
+    """Compute attention over the whole sequence for this rank's tokens of q. Differentiable once.
 
     Returns:
         (out, lse). out is (B, s, Hq, Dv); lse is (B, s, Hq), or None if the call does not request it.
@@ -50,8 +50,9 @@ def backward(
     do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor],
     shapes: Sequence[Sequence[int]], runtime: Runtime, settings: CallSettings,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute backward from what `save` saved. Returns the gradients of the operator's tensors, which have these
-    shapes, and of sinks, if any.
+    """Compute backward from the tensors that `save` saved.
+
+    Returns the gradients of the operator's tensors (in the given shapes), and of sinks if there are any.
     """
     operator, saves, inner = settings.operator, settings.saves, list(saved)
     local = {"do": do}
@@ -65,17 +66,19 @@ def backward(
 def save(
     ctx: Context, tensors: Tensors, sinks: Tensor | None, results: Sequence[Tensor], settings: CallSettings
 ) -> None:
-    """Save for backward: sinks, the keys' common part, each head chunk's lse, the inner tensors that forward returned,
-    and, if backward needs them, the local out and the operator's tensors.
+    """Save tensors for backward.
+
+    These are the sinks, the keys' common part, each head chunk's lse, and the inner tensors that forward returned. If
+    backward needs them, the local out and the operator's tensors are also saved.
 
     Args:
-        tensors: Those of the operator.
-        results: The results of forward.
+        tensors: Tensors of the operator.
+        results: Results of forward.
     """
     ctx.set_materialize_grads(False)
     q, saves, found = tensors[0], settings.saves, AttentionResults.of(results, tensors[0].dtype, settings)
     inner = (x for of_head_chunks in found.saved for x in of_head_chunks)
-    given = tensors[len(settings.operator.operands) :] if saves.qkv else tensors  # parameters are in no exchange
+    given = tensors[len(settings.operator.operands) :] if saves.qkv else tensors  # parameters are never exchanged
     ctx.out = q.shape, q.dtype, q.device
     ctx.save_for_backward(sinks, found.common, *inner, *(() if saves.out else (found.out,)), *given)
 
@@ -83,25 +86,29 @@ def save(
 def gradients(
     ctx: Context, do: Tensor | None, compute: Callable[..., Sequence[Tensor]]
 ) -> tuple[Sequence[Tensor], Tensor | None]:
-    """Return the gradients of the operator's tensors and of sinks. `compute` takes do and what `save` saved."""
-    if do is None:  # a function after attention has no gradient on this rank; on another it may have one
+    """Return the gradients of the operator's tensors and of sinks. `compute` receives do and the tensors that `save`
+    saved.
+    """
+    if do is None:  # out got no gradient on this rank, but may have got one on another rank
         do = torch.zeros(ctx.out[0], dtype=ctx.out[1], device=ctx.out[2])
     sinks, common, *saved = ctx.saved_tensors
     with torch.no_grad():
         grads = compute(do, sinks, common, saved)
     if torch.is_grad_enabled():
-        # with create_graph=True the gradients become a part of the inputs' graph, through the saved tensors: otherwise
-        # a second derivative would silently be zero
+        # with create_graph=True, connect the gradients to the inputs' graph through the saved tensors; otherwise a
+        # second derivative would silently be zero
         grads = _WithoutDerivative.apply(len(saved), *saved, *grads)
     return (grads, None) if sinks is None else (grads[:-1], grads[-1])
 
 
 class Attention(torch.autograd.Function):
-    """Attention without an op. For few tokens, the overhead of an op takes as long as a kernel. `compute` is
-    `Runtime.forward`, or the op that replaces it.
+    """The autograd function of attention, without a custom op. `compute` is `Runtime.forward`, or the op that replaces
+    it.
 
-    In a checkpointed function the second run replays the results of the first one. The replayed results may contain
-    delta (B, s, Hq) instead of out, since backward needs nothing else from out; zeros are then returned as out.
+    For few tokens, the overhead of a custom op takes as long as a kernel.
+
+    In a checkpointed function, the second run replays the results of the first run. The replayed results may contain
+    delta (B, s, Hq) instead of out, since backward needs only delta. In that case, zeros are returned as out.
     """
 
     @staticmethod
@@ -115,7 +122,7 @@ class Attention(torch.autograd.Function):
         )
         ctx.runtime, ctx.settings, ctx.shapes, q = runtime, settings, [x.shape for x in tensors], tensors[0]
         save(ctx, tensors, sinks, results, settings)
-        # the lse stays differentiable: `gradients` finds the inputs through it
+        # the lse stays differentiable, because `gradients` reaches the inputs through the lse
         ctx.mark_non_differentiable(*results[2:])
         return (q.new_zeros(()).expand(q.shape), *results[1:]) if is_delta(results[0]) else results
 
@@ -129,8 +136,9 @@ class Attention(torch.autograd.Function):
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """The identity on gradients, which raises if they are differentiated. The first `saved` of `tensors` were used by
-    backward; the others are the gradients.
+    """The identity on gradients, which raises if the gradients are differentiated.
+
+    The first `saved` of `tensors` are the tensors that backward used; the rest are the gradients.
     """
 
     @staticmethod
@@ -146,11 +154,11 @@ class _WithoutDerivative(torch.autograd.Function):
 
 
 class LseWithoutGradient(torch.autograd.Function):
-    """The identity on an lse, which raises InputError for a gradient that reaches it; the gradient would otherwise be
-    lost silently.
+    """The identity on an lse, which raises InputError if a gradient reaches the lse and would otherwise be lost
+    silently.
 
-    `forward` takes the lse and the attention output that belongs to it. A gradient is refused only if that output
-    requires one.
+    `forward` receives the lse and the corresponding attention output. A gradient is rejected only if that output
+    requires a gradient.
     """
 
     @staticmethod
@@ -160,7 +168,7 @@ class LseWithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor | None) -> tuple:
-        if grad is None or not bool(grad.any()):  # a reentrant checkpoint gives zeros for what no loss depends on
+        if grad is None or not bool(grad.any()):  # a reentrant checkpoint passes zeros for unused outputs
             return None, None
         raise InputError(
             "the lse of sequence parallel attention has no gradient; got a loss that depends on it, use lse.detach()"

@@ -1,14 +1,15 @@
-"""The slots of a program as tensors, and the layout of DeepSpeed Ulysses' messages.
+"""The slots of a program as tensors, and the layout of DeepSpeed Ulysses messages.
 
-Each slot is one buffer of bytes, viewed as the tensors of the unit that it holds.
+Each slot is one byte buffer, viewed as the tensors of its current unit.
 
 DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023). The
-functions here fill and read its messages; `transport` sends them. The first dimension of a message is tokens, and the
-heads of all tensors of one token are adjacent. So the Ulysses ranks' messages, one after another, form the CP rank's
-(tokens, batch, elements) without a copy, and the tensors are views. A tensor is copied once into a message or, outward,
-once out of one. `compiler.sharding.heads` determines which Ulysses rank receives which heads. One copy serves a group
-of neighboring Ulysses ranks with the same number of heads; if ulysses_size divides the heads, that is all of them. A kv
-head that several Ulysses ranks need (ulysses_size > Hkv) is sent to exactly those ranks, and its gradients are summed.
+functions here pack and unpack its messages; `transport` sends them. The first dimension of a message is tokens, and the
+heads of all tensors of one token are adjacent. The consecutive messages of all Ulysses ranks therefore form the CP
+rank's (tokens, batch, elements) without a copy, and the tensors are views. Each tensor is copied once: into an inward
+message, or out of an outward message. `compiler.sharding.heads` determines which heads each Ulysses rank receives. One
+copy serves a group of consecutive Ulysses ranks with the same number of heads; if ulysses_size divides the heads, one
+group contains all ranks. If several Ulysses ranks share a kv head (ulysses_size > Hkv), the head is sent to exactly
+those ranks, and its gradients are summed.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 
 
 class Buffers:
-    """The buffers of a program's slots, allocated at first use and freed where the program specifies it.
+    """The buffers of a program's slots, allocated on first use and freed when the program frees the slot.
 
     Attributes:
-        viewed: For each slot, the locations and tensors of the unit that it was last viewed as.
+        viewed: For each slot, the locations and tensors of the unit as which the slot was last viewed.
     """
 
     def __init__(self, bound: BoundProgram, device: torch.device) -> None:
@@ -49,7 +50,7 @@ class Buffers:
         """Return the tensors of a unit in its slot, (batch, tokens, heads, head_dim) or (batch, tokens, heads)."""
         locations = self.bound.locations(slot, *unit)
         viewed = self.viewed.get(slot)
-        if viewed is None or viewed[0] is not locations:  # most units in a slot are of one size
+        if viewed is None or viewed[0] is not locations:  # most units in a slot have the same size
             viewed = self.viewed[slot] = locations, views(self._buffer(slot), locations)
         return viewed[1]
 
@@ -67,7 +68,7 @@ class Buffers:
         return self._buffer(slot).view(DTYPES[dtype])
 
     def adopt(self, slot: int, tensor: Tensor) -> None:
-        """Make the memory of a contiguous tensor the slot's buffer."""
+        """Use the memory of a contiguous tensor as the slot's buffer."""
         self.buffers[slot] = tensor.view(-1).view(torch.uint8)
 
     def free(self, slot: int) -> None:
@@ -88,16 +89,17 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def views(buffer: Tensor, locations: tuple[FieldLocation, ...]) -> Tensors:
-    """Return the tensors of a unit, as views of its bytes."""
+    """Return the tensors of a unit as views of its bytes."""
     return tuple(buffer[start:end].view(DTYPES[dtype]).view(shape) for start, end, dtype, shape in locations)
 
 
-# ---- heads, as an exchange sends them
+# ---- messages of head exchanges
 
 
 def _views_of_groups(buffer: Tensor, layout: MessageLayout) -> list[tuple[Tensor, ...]]:
-    """Return views (Ulysses ranks, s, B, h * D) of each tensor in a message (elements,) of local tokens, for each group
-    of Ulysses ranks.
+    """Return, for each group of Ulysses ranks, views of all tensors in a message (elements,) of local tokens.
+
+    Each view has the shape (Ulysses ranks, s, B, h * D).
     """
     tokens, views_of_groups, start = layout.tokens[layout.rank], [], 0
     for group in layout.shares.groups:
@@ -114,8 +116,8 @@ def pack_in(tensors: Sequence[Tensor], layout: MessageLayout, buffer: Tensor) ->
     Args:
         tensors: Local tensors (B, s, H, D).
         layout: The message's layout.
-        buffer: The message (elements,). It receives (s, B, h * D of all tensors) for each Ulysses rank, with the heads
-            that the rank works on.
+        buffer: The message (elements,) to fill. For each Ulysses rank, it contains (s, B, h * D of all tensors) with
+            the heads that the rank works on.
     """
     batch, tokens = layout.batch, layout.tokens[layout.rank]
     for group, targets in zip(layout.shares.groups, _views_of_groups(buffer, layout), strict=True):
@@ -135,7 +137,8 @@ def split_in(received: Tensor, layout: MessageLayout) -> list[Tensor]:
     """Return the tensors of a received inward exchange, as views.
 
     Args:
-        received: (elements,), or (T, B, h * D of all tensors), where T is the number of tokens of all Ulysses ranks.
+        received: The message (elements,), i.e. (T, B, h * D of all tensors), where T is the number of tokens of all
+            Ulysses ranks.
         layout: The message's layout.
 
     Returns:
@@ -148,19 +151,21 @@ def split_in(received: Tensor, layout: MessageLayout) -> list[Tensor]:
 
 
 def join_out(tensors: Sequence[Tensor]) -> Tensor:
-    """Join tensors (B, T, h, D) to (T, B, h * D of all tensors), the inverse of `split_in`. A single tensor becomes a
-    view (T, B, h, D).
+    """Join tensors (B, T, h, D) into (T, B, h * D of all tensors), the inverse of `split_in`.
+
+    A single tensor is returned as a view (T, B, h, D).
     """
     token_first = [x.transpose(0, 1) for x in tensors]
     return token_first[0] if len(tensors) == 1 else torch.cat([x.flatten(2) for x in token_first], dim=2)
 
 
 def unpack_out(received: Tensor, layout: MessageLayout) -> list[Tensor]:
-    """Return the tensors of a received outward exchange. If Ulysses ranks share a head, their results for it are summed
-    in `sum_dtype`.
+    """Return the tensors of a received outward exchange.
+
+    If Ulysses ranks share a head, their results for the head are summed in `sum_dtype`.
 
     Args:
-        received: (elements,), which is (s, B, h * D of all tensors) from each Ulysses rank.
+        received: The message (elements,): (s, B, h * D of all tensors) from each Ulysses rank.
         layout: The message's layout.
 
     Returns:
@@ -169,7 +174,7 @@ def unpack_out(received: Tensor, layout: MessageLayout) -> list[Tensor]:
     shares, batch, tokens = layout.shares, layout.batch, layout.tokens[layout.rank]
     views_of_groups, tensors, sums = _views_of_groups(received, layout), [], sum_dtype(received.dtype)
     for index, (total, dim, split) in enumerate(zip(shares.totals, layout.widths, shares.split, strict=True)):
-        shape, filled = (batch, tokens, total, dim), 0  # filled: the heads that are written already
+        shape, filled = (batch, tokens, total, dim), 0  # filled: number of heads already written
         whole = received.new_empty(shape, dtype=sums) if split else received.new_empty(shape)
         for group, sources in zip(shares.groups, views_of_groups, strict=True):
             heads, span, shared = group.heads[index], group.spans[index], group.sharers[index]

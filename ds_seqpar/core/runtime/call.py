@@ -1,6 +1,7 @@
-"""The tensors of one attention call, as a walk takes and returns them. Local tensors, i.e. the caller's, have all heads
-of this rank's tokens. The inner tensors of a head chunk have some heads of the CP rank's tokens.
-`compiler.program.ulysses` names their fields.
+"""The tensors of one attention call, as inputs and results of the execution of its program.
+
+Local tensors are the caller's tensors: they have all heads of this rank's tokens. The inner tensors of a head chunk
+have some heads of all tokens of the CP rank. `compiler.program.ulysses` names their fields.
 """
 
 from __future__ import annotations
@@ -29,33 +30,35 @@ class CallSettings(NamedTuple):
     """Everything that determines how a call is computed, except its tensors."""
 
     mask: Mask
-    shards: Shards | None  # None: those of the configured layout
+    shards: Shards | None  # None: shards of the configured layout
     scores: Scores
     head_chunks: int = 1
     saves: SavedForBackward = SavedForBackward.QKV_AND_OUT
-    lse: bool = False  # whether forward sends the lse of local tokens back too; needs other Ulysses ranks
+    lse: bool = False  # whether forward also exchanges the lse of local tokens; requires other Ulysses ranks
     operator: Operator = DENSE
-    v_dim: int = 0  # the width of out, which may have zeros behind it
-    layer: int | None = None  # of a patched model, for guards
+    v_dim: int = 0  # width of out without zero padding
+    layer: int | None = None  # layer index in a patched model, for guards
 
     def takes_common_off(self, dtype: torch.dtype, cp_size: int) -> bool:
-        """Return whether a common part is subtracted from the keys: in fp32, if results of a row may be merged. They
-        are merged among several CP ranks, and if a product has several tiles. The value is the same on all ranks.
+        """Return whether the keys' common part is subtracted, which all ranks answer identically.
+
+        The common part is subtracted in fp32 if several results of a row may be merged: with several CP ranks, or with
+        several tiles per product.
         """
         whole = cp_size == 1 and self.mask.scale_free and not isinstance(self.shards, UnevenShards)
         return self.operator.has_common(dtype) and not self.scores.softcap and not whole
 
 
 class Saved(NamedTuple):
-    """Inner tensors that forward saved for backward, for each head chunk in order. operands and outs may be empty."""
+    """Inner tensors that forward saved for backward, per head chunk in order; `operands` and `outs` may be empty."""
 
     lses: list[Tensor]
-    operands: list[Tensor]  # as they were received: one tensor a head chunk, or two
+    operands: list[Tensor]  # received messages, one or two per head chunk
     outs: list[Tensor]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], settings: CallSettings) -> Saved:
-        """Return them from a flat list."""
+        """Split a flat list of saved tensors."""
         lses, rest = [*tensors[: settings.head_chunks]], [*tensors[settings.head_chunks :]]
         end = len(rest) - settings.head_chunks * settings.saves.out
         return cls(lses, rest[:end], rest[end:])
@@ -64,10 +67,10 @@ class Saved(NamedTuple):
 class AttentionResults(NamedTuple):
     """The results of forward."""
 
-    out: Tensor  # (B, s, Hq, D); delta (B, s, Hq) where a checkpoint has replaced it
+    out: Tensor  # (B, s, Hq, D), or delta (B, s, Hq) if a checkpoint replaced out
     saved: Saved
     lse: Tensor | None  # (B, s, Hq), of local tokens
-    common: Tensor | None  # the keys' common part, 0 where nothing was subtracted
+    common: Tensor | None  # the keys' common part; 0 if nothing was subtracted
 
     def to_list(self) -> list[Tensor]:
         saved = [x for tensors in self.saved for x in tensors]
@@ -75,7 +78,7 @@ class AttentionResults(NamedTuple):
 
     @classmethod
     def of(cls, results: Sequence[Tensor], dtype: torch.dtype, settings: CallSettings) -> AttentionResults:
-        """Return the results from a list made by `to_list`. `dtype` is q's."""
+        """Return the results from a list created by `to_list`. `dtype` is the dtype of q."""
         out, *rest = results
         common = rest.pop() if settings.operator.has_common(dtype) else None
         lse = rest.pop() if settings.lse else None
@@ -87,15 +90,15 @@ class Call(abc.ABC):
 
     Attributes:
         local: The caller's tensors (B, s, H, D), by field.
-        parameters: The operator's parameters, for all heads.
-        common: The vector subtracted from all keys (Hkv, D), or None (see `dense`).
-        sinks: (Hq,), or None.
-        saved: What forward saves for backward, initially empty.
-        heads: The heads of each Ulysses rank in each head chunk.
+        parameters: Parameters of the operator, for all heads.
+        common: The vector (Hkv, D) subtracted from all keys, or None (see `dense`).
+        sinks: Attention sinks (Hq,), or None.
+        saved: Tensors that forward saves for backward, initially none.
+        heads: Heads of each Ulysses rank in each head chunk.
         alone: Whether this rank is the only Ulysses rank.
-        inner: The tensors of the current head chunk, by field.
-        inner_results: The results of the current head chunk that have not been sent yet, by field.
-        local_results: The results of local tokens, with all heads, by field.
+        inner: Tensors of the current head chunk, by field.
+        inner_results: Results of the current head chunk that have not been sent yet, by field.
+        local_results: Results of local tokens with all heads, by field.
     """
 
     def __init__(
@@ -114,18 +117,20 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def enter(self, head_chunk: int) -> Forward:
-        """Return the work on the head chunk's inner tensors."""
+        """Return the computation for the head chunk's inner tensors."""
 
     @abc.abstractmethod
     def leave(self, head_chunk: int, result: Tensors) -> None:
-        """Take the inner program's result."""
+        """Store the inner program's result."""
 
     @abc.abstractmethod
     def results(self) -> list[Tensor]:
         """Return the results of the call."""
 
     def part(self, head_chunk: int, field: str) -> Tensor:
-        """Return the head chunk's heads of a local tensor, (B, s, h, D), where D is 1 for one number per row."""
+        """Return the head chunk's heads of a local tensor, (B, s, h, D), where D is 1 for fields with one number per
+        head.
+        """
         return self.of_head_chunk(self.local[field], head_chunk, field)
 
     def of_head_chunk(self, x: Tensor, head_chunk: int, field: str) -> Tensor:
@@ -134,16 +139,16 @@ class Call(abc.ABC):
         return x if x.shape[2] == heads.stop - heads.start else x[:, :, heads]
 
     def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
-        """Take the inner tensors received in one message (elements,)."""
+        """Store the inner tensors received in one message (elements,)."""
         parts = split_in(joined, self.bound.exchange_sizes(exchange).layout)
         self.inner.update(zip(exchange.fields, parts, strict=True))
 
     def pop_result(self, field: str) -> Tensor:
-        """Return an inner result (B, T, h, D) to be sent, and drop the call's reference to it."""
+        """Remove an inner result (B, T, h, D) from this call, and return it for sending."""
         return self.inner_results.pop(field)
 
     def put_result(self, head_chunk: int, field: str, tensor: Tensor) -> None:
-        """Take a result of local tokens (B, s, h, D), which has the head chunk's heads."""
+        """Store a result of local tokens (B, s, h, D) that has the head chunk's heads."""
         if len(self.heads.head_chunks) == 1:
             self.local_results[field] = tensor
             return
@@ -153,13 +158,13 @@ class Call(abc.ABC):
         self.of_head_chunk(self.local_results[field], head_chunk, field).copy_(tensor)
 
     def take_local(self, head_chunk: int) -> None:
-        """Set the inner tensors to the head chunk's heads of the local ones, if there are no other Ulysses ranks."""
+        """Set the inner tensors to the head chunk's heads of the local tensors if there are no other Ulysses ranks."""
         if self.alone:
             one_head_chunk = len(self.heads.head_chunks) == 1
             self.inner = self.local if one_head_chunk else {field: self.part(head_chunk, field) for field in self.local}
 
     def put_inner(self, head_chunk: int, **results: Tensor) -> None:
-        """Take inner results, by field. Without other Ulysses ranks, they are results of local tokens."""
+        """Store inner results by field; without other Ulysses ranks, they are stored as results of local tokens."""
         if self.alone:
             for field, x in results.items():
                 self.put_result(head_chunk, field, x)
@@ -170,14 +175,14 @@ class Call(abc.ABC):
         """Return a view of the heads of x that this Ulysses rank works on.
 
         Args:
-            x: (H, ...), all heads, such as sinks.
-            head_chunk: The number of the head chunk.
+            x: Tensor (H, ...) with all heads, such as sinks.
+            head_chunk: Index of the head chunk.
             side: 0 for query heads, 1 for key/value heads.
         """
         return x[self.heads.head_chunks[head_chunk][side]][self.heads.inner(head_chunk)[side]]
 
     def take_common_off(self, head_chunk: int) -> None:
-        """Subtract the common part from the inner keys: in place, unless they are the caller's."""
+        """Subtract the common part from the inner keys, in place unless the keys are the caller's."""
         if self.common is not None:
             k, common = self.inner["k"], self.of_inner_heads(self.common, head_chunk, 1)
             self.inner = self.inner | {"k": k - common if self.alone else k.sub_(common)}
@@ -189,8 +194,10 @@ class Call(abc.ABC):
         return Operands(self.kernel, self.scale, q, tuple(kv), parameters, self.settings.v_dim)
 
     def inner_sinks(self, sinks: Tensor, head_chunk: int) -> Tensor:
-        """Return the sinks (H,) of the heads that this Ulysses rank works on. If the keys' common part was subtracted,
-        they are (B, T, H), one for each row, since each row's scores have changed by a different amount.
+        """Return the sinks of the heads that this Ulysses rank works on.
+
+        The shape is (H,). If the keys' common part was subtracted, the shape is (B, T, H), with one sink per row,
+        because the scores of each row have changed by a different amount.
         """
         sinks = self.of_inner_heads(sinks, head_chunk)
         if self.common is None:
@@ -199,8 +206,9 @@ class Call(abc.ABC):
 
 
 class ForwardCall(Call):
-    """The forward of a call, with the operator's local tensors. Its results are `AttentionResults`. Without other
-    Ulysses ranks, the lses are the only inner tensors saved.
+    """The forward of a call on the operator's local tensors, with `AttentionResults` as results.
+
+    Without other Ulysses ranks, only the lse of each head chunk is saved.
     """
 
     def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
@@ -235,14 +243,14 @@ class ForwardCall(Call):
 
 
 class BackwardCall(Call):
-    """The backward of a call. Its results are the gradients of the operator's tensors and of sinks, if any.
+    """The backward of a call, with the gradients of the operator's tensors (and of sinks, if any) as results.
 
     Args:
-        local: do, the operator's parameters and, if needed, its operands and out, or delta instead of out.
+        local: The gradient do, the operator's parameters, and if needed its operands and out (or delta instead of out).
     """
 
-    sinks_deltas: Tensor  # of the head chunk, with sinks
-    work: Backward  # of the head chunk, where the operator has parameters
+    sinks_deltas: Tensor  # set inside a head chunk if there are sinks
+    work: Backward  # set inside a head chunk if the operator has parameters
 
     def __init__(
         self, bound: BoundProgram, kernel: Kernel, settings: CallSettings, local: dict[str, Tensor],
@@ -261,11 +269,11 @@ class BackwardCall(Call):
     def enter(self, head_chunk: int) -> Forward:
         lses, operands, outs = self.saved
         self.take_local(head_chunk)
-        count = len(operands) // len(lses)  # tensors of a head chunk
+        count = len(operands) // len(lses)  # number of tensors per head chunk
         exchanges = exchanges_of_operands(count == 1, self.operator.operands[1:])
         for fields, joined in zip(exchanges, operands[head_chunk * count : (head_chunk + 1) * count], strict=False):
             self.arrive(HeadExchange(head_chunk, True, fields), joined)
-        if not operands:  # forward saves inner keys without the common part
+        if not operands:  # keys saved by forward already lack the common part
             self.take_common_off(head_chunk)
         if outs:
             self.inner["out"] = outs[head_chunk]
@@ -283,7 +291,7 @@ class BackwardCall(Call):
 
     def leave(self, head_chunk: int, result: Tensors) -> None:
         dq, *dkv = result
-        if self.sinks is not None and self.common is not None:  # a row's sink moves with its q . common
+        if self.sinks is not None and self.common is not None:  # each row's sink depends on q through q . common
             common = of_query_heads(self.of_inner_heads(self.common, head_chunk, 1), dq.shape[2])
             dq.addcmul_(self.sinks_deltas.unsqueeze(-1), common * self.scale)
         self.inner = {}

@@ -1,4 +1,4 @@
-"""The differences between forward and backward of a walk: the inner tensors, and the computation of a product."""
+"""The parts in which forward and backward differ: their inner tensors, and the computation of a product."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .kernels import Kernel
 from .kernels.accumulate import AT_ONCE, Accumulator, Softmax, Sum, backward, forward, fused
 
 ALL = slice(None)  # rows
-PIECE = 1024  # tokens of a head that a CPU computes at once
-FEW = 256  # for fewer tokens several heads are computed at once: a call for each would cost more than its computation
+PIECE = 1024  # number of tokens of a head that a CPU computes at once
+FEW = 256  # below this many tokens, several heads are computed at once to amortize the overhead of a call
 
 
 class Operands(NamedTuple):
@@ -24,14 +24,16 @@ class Operands(NamedTuple):
     kernel: Kernel
     scale: float
     q: Tensor  # (B, n, Hq, D)
-    kv: Tensors  # the operator's tensors of keys, (B, m, Hkv, width)
-    parameters: Sequence[Tensor] = ()  # the operator's, of these heads
-    v_dim: int = 0  # the width of out, which may have zeros behind it
+    kv: Tensors  # the operator's key/value tensors, (B, m, Hkv, width)
+    parameters: Sequence[Tensor] = ()  # the operator's parameters for these heads
+    v_dim: int = 0  # width of out without zero padding
 
 
 class Forward:
-    """The products of one head chunk: forward of q (B, n, Hq, D), k and v (B, m, Hkv, D). Tensors have their tokens on
-    dim 1. The results are out, like q, and lse (B, n, Hq) in accum_dtype."""
+    """The products of one head chunk: forward of q (B, n, Hq, D) with k and v (B, m, Hkv, D).
+
+    The token dimension of all tensors is dim 1. The results are out, shaped like q, and lse (B, n, Hq) in accum_dtype.
+    """
 
     def __init__(self, operands: Operands) -> None:
         self.kernel, self.scale, self.q, self.kv, *_ = operands
@@ -42,8 +44,8 @@ class Forward:
 
         Args:
             kind: The operand, "q" or "kv".
-            rows: Rows of the tensors, `ALL` for all.
-            for_message: Whether they are sent. A message has the fields listed in `compiler.program.shape`.
+            rows: Rows of the tensors; `ALL` for all rows.
+            for_message: Whether the tensors are sent. A message has the fields listed in `compiler.program.shape`.
         """
         return _take_rows(self.kv if kind == "kv" else (self.q,), rows)
 
@@ -52,7 +54,7 @@ class Forward:
 
         Args:
             kind: The kind of result.
-            make: Returns the tensors that the accumulator uses once it must be in accum_dtype.
+            make: Function that returns the tensors for results in accum_dtype, called when they are first needed.
         """
         return Softmax(make)
 
@@ -62,10 +64,10 @@ class Forward:
         """Add a product to the accumulators.
 
         Args:
-            q: The tensors of the query operand.
-            kv: The tensors of the key/value operand.
-            q_slot: The slot of `q`.
-            launches: The kernel launches of the product.
+            q: Tensors of the query operand.
+            kv: Tensors of the key/value operand.
+            q_slot: Slot of `q`.
+            launches: Kernel launches of the product.
             results: The accumulators.
         """
         forward(self.kernel, q[0], kv[0], kv[1], launches, self.scale, results[0])
@@ -75,26 +77,27 @@ class Forward:
         return results[0].finish(self.dtype, None)
 
     def empty_results(self) -> dict[str, Tensors]:
-        """Return uninitialized tensors for the results of `finish`, by kind, on a rank with several blocks."""
+        """Return uninitialized tensors for the results of `finish`, by kind, for ranks with several blocks."""
         out, lse = self.q.shape, self.q.shape[:-1]
         return {"out": (self.q.new_empty(out), self.q.new_empty(lse, dtype=sum_dtype(self.dtype)))}
 
     def forget(self, slot: int) -> None:
-        """Drop values computed from the unit in a slot, which now receives another unit."""
+        """Drop values computed from a slot's previous unit, because the slot now receives another unit."""
 
 
 class Backward(Forward):
-    """Backward of `Forward`, given the output's gradient do and forward's out and lse. The results are dq, dk and dv.
+    """The backward of `Forward`, given the output's gradient do and forward's out and lse. The results are dq, dk and
+    dv.
 
-    A query block that is sent has delta = rowsum(do * out) instead of out, which is 1/D of out's size (BurstAttention,
-    section 3.1). Kernels read out, so for a block that was received or gathered `out_with_rowsum` makes one from delta.
-    For local tensors the true out is used, unless `out` is delta (B, n, H).
+    A query block is sent with delta = rowsum(do * out) instead of out; delta has 1/D of out's size (BurstAttention,
+    section 3.1). Kernels read out, so `out_with_rowsum` computes a substitute from the delta of a received or gathered
+    block. Local tensors use the true out, unless `out` is delta (B, n, H).
     """
 
     def __init__(self, operands: Operands, do: Tensor, out: Tensor, lse: Tensor) -> None:
         super().__init__(operands)
         self.do, self.out, self.lse = do, out, lse
-        self.out_of_slot = dict[int, Tensor]()  # the out of the q in a slot
+        self.out_of_slot = dict[int, Tensor]()  # slot -> out of the query block in the slot
 
     def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
         if kind == "kv":
@@ -117,7 +120,7 @@ class Backward(Forward):
         self.out_of_slot.pop(slot, None)
 
     def parameter_gradients(self) -> Tensors:
-        """Return the gradients of the operator's parameters, once all products are computed."""
+        """Return the gradients of the operator's parameters after all products have been computed."""
         return ()
 
     def finish(self, results: list[Accumulator]) -> Tensors:
@@ -133,13 +136,15 @@ def _take_rows(tensors: Tensors, rows: slice) -> Tensors:
 
 
 def is_delta(out: Tensor) -> bool:
-    """Return whether this is delta (B, n, H) instead of out (B, n, H, D)."""
+    """Return whether `out` is delta (B, n, H) instead of out (B, n, H, D)."""
     return out.dim() == 3
 
 
 def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return delta (B, n, H), the sum of do * out over head_dim, in `dtype`. Torch computes it piece by piece, so that
-    no whole tensor is copied to that dtype."""
+    """Return delta (B, n, H), the sum of do * out over head_dim, in `dtype`.
+
+    Without a fused op, the sum is computed piece by piece, so that no whole tensor is copied to `dtype`.
+    """
     if ops := fused(do):
         return ops.rowsum(do, out)
     pieces = _pieces(do)
@@ -152,9 +157,10 @@ def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
-    """Return a substitute for out whose rowsum with do is delta: do * delta / |do|^2, and 0 where do is 0. A backward
-    kernel computes nothing but this rowsum from out. do is divided by its row's maximum first, since |do|^2 underflows
-    in fp32.
+    """Return a substitute for out with the same rowsum: do * delta / |do|^2, and 0 in rows where do is 0.
+
+    The rowsum with do is all that a backward kernel computes from out. Each row of do is first divided by its maximum,
+    since |do|^2 underflows in fp32.
 
     Args:
         do: (B, n, H, D).
@@ -175,8 +181,10 @@ def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
 
 
 def _pieces(x: Tensor) -> Iterator[tuple[slice, ...]] | None:
-    """Return indices that cut x (B, n, H, D) into pieces to compute at once; None if that is all of x. A piece has
-    tokens of one head on a CPU, or of several heads if there are few tokens, and tokens of all heads on a device.
+    """Return indices that cut x (B, n, H, D) into pieces to compute one at a time, or None if x needs no cutting.
+
+    On a CPU, a piece has tokens of one head, or of several heads if there are few tokens. On a device, a piece has
+    tokens of all heads.
     """
     batch, tokens, heads, width = x.shape
     if not x.is_cpu:
@@ -197,32 +205,36 @@ def _pieces(x: Tensor) -> Iterator[tuple[slice, ...]] | None:
 def _out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
     maximum = torch.linalg.vector_norm(do, torch.inf, -1, keepdim=True, dtype=delta.dtype)
     maximum = torch.where(maximum > 0, maximum, 1.0)
-    unit = do / maximum  # its greatest element is 1, or all are 0
+    unit = do / maximum  # the maximum of |unit| is 1, or 0 if do is 0
     square = unit.square().sum(-1, keepdim=True).clamp_min_(1.0)
     return unit.mul_(delta[..., None].div(maximum).div_(square))
 
 
 # ---- the common part of keys
 #
-# A bias of the keys (Qwen2) adds the same q . c to every score of a row, and to its lse. A merge weights a block's out
+# A key bias c (Qwen2) adds the same q . c to every score of a row, and to the row's lse. A merge weights a block's out
 # by exp(lse_b - lse), where the kernel has rounded lse_b by up to |lse| / 2^24. Backward computes p = exp(s - lse) from
-# the scores. So a block b of keys has the weight W_b there, the sum of its p, and W_b (1 + e_b) in out, with e_b up to
-# that rounding. Then delta = do . out is not the mean of dp by p, and a row of ds = p (dp - delta) sums to about
-# -sum_b W_b e_b (do . out_b) in place of 0; dq = ds K has c times that. (One call for whole rows has no such error: a
-# rounded lse scales its row of p, and with it a sum that is 0.)
+# the scores. In backward, a block b of keys therefore has the weight W_b, the sum of its p. In out, the block has the
+# weight W_b (1 + e_b), where e_b is at most the rounding error. As a result, delta = do . out is not the mean of dp
+# weighted by p, and a row of ds = p (dp - delta) sums to about -sum_b W_b e_b (do . out_b) instead of 0. The error of
+# dq = ds K is c times this sum. (A single call for whole rows has no such error: a rounded lse only scales a row of p,
+# so the row of ds still sums to 0.)
 #
-# No merge can compute e_b, since kernels return no more digits of lse_b. But softmax does not change if one number is
-# subtracted from all scores of a row. So all ranks subtract the same c from their keys, in fp32: the lse of K - c is
-# without q . c. Out, dk and dv stay the same, and so does dq = ds (K - c), since rows of ds sum to 0. With a sink they
-# sum to its weight times delta, so backward adds c times that. A softcap bounds scores, so nothing is subtracted.
+# No merge can compute e_b, since kernels do not return more digits of lse_b. But softmax does not change if the same
+# number is subtracted from all scores of a row. All ranks therefore subtract the same c from their keys in fp32, so
+# that the lse of K - c does not contain q . c. The tensors out, dk and dv do not change, and neither does dq = ds (K -
+# c), since rows of ds sum to 0. With a sink, a row of ds sums to the sink's weight times delta, so backward adds c
+# times this sum to dq. With a softcap, scores are bounded, so nothing is subtracted.
 #
-# Only those elements of head_dim are subtracted in which the keys' mean is greater than their standard deviation. So
-# keys without a bias stay the same, bit by bit. After RoPE these are the elements that rotate slowly.
+# The subtraction covers only elements of head_dim in which the keys' absolute mean exceeds their standard deviation, so
+# keys without a bias stay bitwise unchanged. After RoPE, the subtracted elements are those that rotate slowly.
 
 
 def moments(k: Tensor) -> Tensor:
-    """Return the moments of a rank's keys (B, n, H, D), as one vector (2 * H * D + 1,): the sum for each head and
-    element of head_dim, then the sums of squares, then the number B * n of keys.
+    """Return the moments of a rank's keys (B, n, H, D) as one vector (2 * H * D + 1,).
+
+    The vector contains the sums over keys for each head and element of head_dim, then the sums of squares, then the
+    number B * n of keys.
     """
     count = k.new_full((1,), k.shape[0] * k.shape[1])
     squares = torch.linalg.vector_norm(k, dim=(0, 1)).square()
@@ -232,12 +244,13 @@ def moments(k: Tensor) -> Tensor:
 def common_part(moments_of_ranks: Tensor, heads: int) -> Tensor:
     """Return the common part (H, D) of the keys of all ranks.
 
-    It is 0 in elements whose mean is at most their standard deviation, and where a key is not finite.
+    The common part is 0 in elements whose absolute mean is at most their standard deviation, and in elements where a
+    key is not finite.
 
     Args:
-        moments_of_ranks: (ranks, 2 * H * D + 1), the `moments` of each rank, in the same order on all ranks, so that
-            the result is bitwise the same.
-        heads: H, the number of key/value heads.
+        moments_of_ranks: The `moments` of each rank, (ranks, 2 * H * D + 1), in the same order on all ranks so that the
+            result is bitwise identical.
+        heads: Number H of key/value heads.
     """
     *sums, count = moments_of_ranks.sum(0).split([moments_of_ranks.shape[1] // 2, moments_of_ranks.shape[1] // 2, 1])
     total, squares = (x.view(heads, -1) for x in sums)
@@ -245,10 +258,12 @@ def common_part(moments_of_ranks: Tensor, heads: int) -> Tensor:
 
 
 def of_query_heads(common: Tensor, heads: int) -> Tensor:
-    """Repeat the common part (H, D) of key/value heads for each of `heads` query heads: (heads, D)."""
+    """Repeat the common part (H, D) of key/value heads for their query heads, and return (heads, D)."""
     return common.repeat_interleave(heads // common.shape[0], dim=0)
 
 
 def offsets(q: Tensor, common: Tensor, scale: float) -> Tensor:
-    """Return what the common part (Hkv, D) adds to each row's scores and lse, for q (B, n, Hq, D), as (B, n, Hq)."""
+    """Return the amount (B, n, Hq) by which the common part (Hkv, D) shifts each row's scores and lse, for q (B, n, Hq,
+    D).
+    """
     return torch.einsum("bnhd,hd->bnh", q, of_query_heads(common, q.shape[2]) * scale)

@@ -1,4 +1,4 @@
-"""The backends of a process group that work on devices."""
+"""The device backends of a process group."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch.distributed as dist
 from ...base import compat
 from ...base.hosts import this_device
 
-HOST_BACKENDS = ("gloo", "fake", "mpi", "ucc")  # they have no communicator on a device, whatever tensors they take
+HOST_BACKENDS = ("gloo", "fake", "mpi", "ucc")  # have no device communicator, even for device tensors
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backend that carries each device type's tensors in a group, by device type."""
+    """Map each device type to the name of the group's backend for tensors of that type."""
     return {device.type: compat.backend_of(group, device).name() for device in compat.device_types(group)}
 
 
 def communicator_device(group: dist.ProcessGroup) -> torch.device | None:
-    """Return this rank's device if a backend of the group has communicators on it (NCCL on "cuda"), otherwise None."""
+    """Return this rank's device if the group has a communicator on a device (NCCL on "cuda"), otherwise None."""
     for device_type, backend in backends(group).items():
         if device_type != "cpu" and backend not in HOST_BACKENDS:
             return torch.device(device_type, torch.accelerator.current_device_index())
@@ -25,8 +25,10 @@ def communicator_device(group: dist.ProcessGroup) -> torch.device | None:
 
 
 def bind_device(group: dist.ProcessGroup) -> torch.device | None:
-    """Set this rank's device if a backend of the group has communicators on devices, and return it; otherwise return
-    None. It is the device that the group is bound to, or by default `this_device`. Bind other groups to it too.
+    """Select this rank's device and return it, or return None if the group has no communicators on devices.
+
+    The selected device is the one to which the group is bound, by default `this_device`. Bind other groups to the same
+    device.
     """
     if communicator_device(group) is None:
         return None

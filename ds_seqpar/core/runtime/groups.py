@@ -1,12 +1,13 @@
-"""Make the process groups of a topology.
+"""Creates the process groups of a topology.
 
-A rank makes only the groups that it is in, so their number does not grow with the world. Groups with the same ranks are
-made once, and no group is made for a single rank.
+A rank creates only the groups that it belongs to, so their number does not grow with the world size. Groups with the
+same ranks are created once, and no group is created for a single rank.
 
-torch's `new_group` requires every rank of the world to make every group. With `use_local_synchronization=True` it does
-not, but then names a group by the number of groups that this rank has. This number may differ between members, which
-would then wait for one another forever. It also recurs after a group was freed, with the old addresses in the store. So
-groups are named here: by the number of this set of groups, on which the world agrees, the purpose, and the first rank.
+torch's `new_group` requires every rank of the world to create every group. With `use_local_synchronization=True` it
+does not, but then derives the group's name from the number of groups on this rank. That number may differ between
+members, which would then wait for one another forever. The number can also recur after a group was freed, with old
+addresses still in the store. The groups here are therefore named by three parts: a set number on which the world
+agrees, the purpose, and the first rank.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from ..compiler.sharding.layout import Topology
 from .devices import backends, bind_device, communicator_device
 
 Group = dist.ProcessGroup
-NCCL = "nccl"  # the backend that takes NCCL's options
+NCCL = "nccl"  # the backend that accepts NCCL's options
 
 
-Meeting = Callable[[], contextlib.AbstractContextManager]  # around the making of a group of gloo's
+Meeting = Callable[[], contextlib.AbstractContextManager]  # returns a context manager for creating a gloo group
 
 
 def control_world(meeting: Meeting = contextlib.nullcontext) -> Group:
-    """Return a group of all ranks that carries CPU tensors. Call it before anything communicates."""
+    """Return a group of all ranks that carries CPU tensors. Call this function before any communication."""
     world = all_ranks()
     if "cpu" in backends(world):
         return world
@@ -47,12 +48,12 @@ def control_world(meeting: Meeting = contextlib.nullcontext) -> Group:
 
 
 def all_ranks() -> Group:
-    """Return torch's group of all ranks."""
+    """Return torch's default group, which contains all ranks."""
     return compat.default_group()
 
 
 def timeout(group: Group | None = None) -> timedelta:
-    """Return the timeout of the group's operations (default: the group of all ranks), as set when it was made."""
+    """Return the operation timeout with which a group was created, by default of the group of all ranks."""
     return compat.timeout_of(group or all_ranks())
 
 
@@ -61,35 +62,36 @@ class CollectiveGroup:
     """A group for a schedule's collectives."""
 
     group: Group
-    order: tuple[int, ...]  # its CP ranks, by their rank in the group (torch sorts them by global rank)
+    order: tuple[int, ...]  # CP ranks of the members in group rank order (torch sorts members by global rank)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """This rank's groups; None instead of a group that would contain only this rank."""
+    """This rank's process groups; None stands for a group that would contain only this rank."""
 
     world: Group  # all ranks, for CPU tensors
-    made: tuple[Group, ...]  # those made for this object, and freed with it, their threads and sockets too
-    sp: Group | None  # the ranks that share this rank's sequence
+    made: tuple[Group, ...]  # groups created for this object; freed with it, including threads and sockets
+    sp: Group | None  # ranks that share this rank's sequence
     sp_order: tuple[int, ...]  # sp_order[i]: SP rank of rank i of `sp`
-    inner: Group | None  # the ranks that run the schedule
-    cp_rank: int  # this rank's number among those
+    inner: Group | None  # ranks that run the schedule
+    cp_rank: int  # this rank's number in the schedule
     cp_order: tuple[int, ...]  # cp_order[p]: rank in `inner` of CP rank p
-    ulysses: Group | None  # the Ulysses ranks that exchange heads
-    control: Group | None  # the ranks of `sp`, for CPU tensors
-    collectives: dict[tuple[int, ...], CollectiveGroup]  # groups of the schedules' collectives, by their CP ranks
-    number: int  # of this set of groups, the same on all ranks
+    ulysses: Group | None  # Ulysses ranks that exchange heads
+    control: Group | None  # ranks of `sp`, for CPU tensors
+    collectives: dict[tuple[int, ...], CollectiveGroup]  # groups of the schedule's collectives, by CP ranks
+    number: int  # number of this set of groups, equal on all ranks
     max_ctas: int | str = "auto"  # see `compat.nccl_options`
 
     @functools.cached_property
     def one_ring(self) -> Groups:
-        """These groups for a schedule that runs on all ranks of the sequence, without Ulysses. The first access is
-        collective over these ranks. NCCL runs a group's operations one after the other, so messages of layers do not
-        use the group of the whole job, where they would queue behind ZeRO's prefetched gathers.
+        """The groups of a schedule that runs on all ranks of the sequence, without Ulysses.
+
+        The first access is collective over these ranks. NCCL runs the operations of a group one after the other. Layer
+        messages therefore avoid the group of the whole job, where they would queue behind ZeRO's prefetched gathers.
         """
         assert self.sp is not None
         size = self.sp.size()
-        # a group of attention's own if one has all ranks: `sp` may be that of the whole job
+        # prefer one of attention's groups if it has all ranks, because `sp` may be the group of the whole job
         group = next(x for x in (self.inner, self.ulysses, self.sp) if x is not None and x.size() == size)
         made: list[Group] = []
         if group is all_ranks() and communicator_device(group):
@@ -103,7 +105,7 @@ class Groups:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Free the groups; a second call does nothing. All members must free NCCL groups in the same order."""
+        """Free the groups; a second call does nothing. All members must free their NCCL groups in the same order."""
         if one_ring := vars(self).pop("one_ring", None):
             one_ring.close()
         groups = list(vars(self).get("made", ()))
@@ -116,8 +118,9 @@ class Groups:
         raise ConfigError("this SequenceParallel was closed, and its process groups with it; make another one")
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Free the groups without communicators on a device: nothing uses them any more, not even a later backward.
-        NCCL groups stay, since other ranks may not free them now.
+        """Free the groups without device communicators, since nothing uses them any more, not even a later backward.
+
+        NCCL groups are not freed, because other ranks may not be freeing them now.
         """
         if not is_finalizing():
             groups = [group for group in vars(self).get("made", ()) if communicator_device(group) is None]
@@ -125,16 +128,17 @@ class Groups:
             free(groups)
 
 
-FREE_TIMEOUT = 5.0  # seconds, after which a thread of a group is not waited for
+FREE_TIMEOUT = 5.0  # maximum seconds to wait for the threads of groups
 
 
 def free(groups: list[Group]) -> None:
-    """Free the groups in the list, and empty it. Nothing else may refer to them.
+    """Free all groups in the list, and clear the list. Nothing else may reference the groups.
 
-    An operation that never completed keeps its group's thread until it times out. Such a thread is not waited for.
+    An operation that never completed keeps its group's thread alive until it times out. This function does not wait for
+    such threads.
     """
     for number in range(len(groups)):
-        with contextlib.suppress(ValueError):  # destroyed already, with the group of all ranks
+        with contextlib.suppress(ValueError):  # already destroyed, together with the group of all ranks
             dist.destroy_process_group(groups[number])
     thread = threading.Thread(target=groups.clear, daemon=True)
     thread.start()
@@ -150,16 +154,16 @@ def create(
     Args:
         topology: All ranks as named axes.
         rank: This rank.
-        world: From `control_world`.
+        world: The group returned by `control_world`.
         max_ctas: See `compat.nccl_options`.
-        meeting: Context in which gloo groups are made.
-        of: The groups of the same sequences for another topology, with the same numbering of SP ranks. Its groups of
-            all ranks that share a sequence are reused, and are freed with it.
+        meeting: Returns a context manager for creating gloo groups.
+        of: Groups of the same sequences for another topology with the same SP rank numbers. The new object reuses its
+            groups of all ranks that share a sequence; they are freed with `of`.
     """
     maker = _Maker(rank, world, max_ctas)
     sp_axes = ("ulysses", *topology.cp_axes)
     sp_ranks, cp_ranks = topology.group(rank, *sp_axes), topology.group(rank, *topology.cp_axes)
-    # attention has groups of its own: in the group of all ranks its messages could be mistaken for others
+    # separate groups for attention: in the group of all ranks, its messages could be confused with other messages
     inner = maker.own("inner", cp_ranks)
     ulysses = maker.own("ulysses", topology.group(rank, "ulysses"))
     collectives = {}
@@ -191,12 +195,12 @@ def create(
 
 
 def device_mesh(topology: Topology, groups: Groups, device: torch.device) -> DeviceMesh:
-    """Return all ranks as a mesh with the dims "dp", "cp" and "ulysses". Collective over all ranks.
+    """Return all ranks as a device mesh with the dims "dp", "cp" and "ulysses". Collective over all ranks.
 
-    The last two use attention's groups. "dp", and a dim of one rank, receive a group that is freed with `groups`.
+    The dims "cp" and "ulysses" use attention's groups. "dp" and dims of one rank get a new group, freed with `groups`.
 
     Raises:
-        ConfigError: The order of the ranks differs from torch's numbering of a dim's ranks.
+        ConfigError: The rank order differs from torch's numbering of the ranks in a dim.
     """
     numbers = [topology.index(r, "ulysses", *topology.cp_axes, "data") for r in range(topology.world_size)]
     if numbers != sorted(numbers):
@@ -213,41 +217,41 @@ def device_mesh(topology: Topology, groups: Groups, device: torch.device) -> Dev
     return DeviceMesh.from_group(by_dim, device.type, ranks, mesh_dim_names=tuple(dims))
 
 
-_numbers = itertools.count(1)  # of sets of groups that this process has made
+_numbers = itertools.count(1)  # numbers for this process's sets of groups
 
 
 class _Maker:
-    """Makes this rank's groups. All ranks must call the same methods in the same order, each with its own ranks.
+    """Creates this rank's groups. All ranks must call the same methods in the same order, each with its own ranks.
 
-    A device's communicators are split off the world's communicator, which all ranks must do together.
+    Device communicators are split off the world's communicator, which requires all ranks to take part.
     """
 
     def __init__(self, rank: int, world: Group, max_ctas: int | str) -> None:
         number = torch.tensor([next(_numbers)], device="cpu")
-        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=world)  # a rank may have failed to make some
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=world)  # some ranks may have failed to create earlier sets
         self.rank, self.world, self.number, self.max_ctas = rank, world, int(number), max_ctas
         self.device = bind_device(all_ranks())
         self.by_ranks: dict[tuple[int, ...], Group] = {}
         self.made: list[Group] = []
 
     def own(self, purpose: str, ranks: Iterable[int]) -> Group | None:
-        """Return a group that only this SequenceParallel uses; None for a single rank."""
+        """Return a group that only this SequenceParallel uses, or None for a single rank."""
         ranks = tuple(sorted(ranks))
         if len(ranks) > 1 and ranks not in self.by_ranks:
             self.by_ranks[ranks] = self._make(purpose, ranks, dist.get_backend(), self.device)
         return self.by_ranks.get(ranks)
 
     def own_or_all(self, purpose: str, ranks: Iterable[int]) -> Group | None:
-        """Return the group of all ranks if these are all ranks, otherwise a group from `own`."""
+        """Return the group of all ranks if `ranks` are all ranks, otherwise a group from `own`."""
         ranks = tuple(ranks)
         return all_ranks() if 1 < len(ranks) == all_ranks().size() else self.own(purpose, ranks)
 
     def of_dim(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """Return a group like `own_or_all`, also for this rank alone."""
+        """Return a group from `own_or_all`, or a new group if this rank is the only member."""
         return self.own_or_all(name, ranks) or self._make(name, ranks, dist.get_backend(), self.device)
 
     def for_cpu(self, ranks: Iterable[int], meeting: Meeting) -> Group:
-        """Return a group of more than one rank that carries CPU tensors."""
+        """Return a group of several ranks that carries CPU tensors."""
         ranks = tuple(sorted(ranks))
         if len(ranks) == all_ranks().size():
             return self.world
@@ -271,8 +275,9 @@ class _Maker:
 
 
 def _warm_up(used: set[Group | None], new_groups: list[Group]) -> None:
-    """Call each communicator on all its members. Its first call must be on all members, and a schedule's first transfer
-    may not be.
+    """Run one all-reduce on each device communicator, because its first call must include all members.
+
+    A schedule's first transfer may involve only some members.
     """
     for group in [group for group in (*new_groups, all_ranks()) if group in used]:
         if device := communicator_device(group):

@@ -1,5 +1,6 @@
-"""Operators define what attention computes: which tensors are checked, sent, and passed to a block's computation. An
-add-on has its own `Operator` and registers it.
+"""Operators: which tensors attention checks, sends, and passes to the computation of a block.
+
+An add-on can define its own `Operator` and register it.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from .dense import Backward, Forward
 
 
 class Operator:
-    """Attention to keys and values. An operator that computes something else extends it.
+    """Attention to keys and values. Subclasses define operators that compute something else.
 
     Attributes:
-        name: The name in messages and in compiled graphs.
-        operands: The names of q and of the key tensors, which are `kv` of `shape`, in its order. Local tensors (B, s,
-            heads, width); blocks of them are sent.
-        parameters: The names of further tensors, which are whole on every rank and whose dim 0 is q's heads. Their
+        name: Name in messages and in compiled graphs.
+        operands: Names of q and of the key/value tensors, the latter in the order of `kv` of the shape. Operands are
+            local tensors (B, s, heads, width), and their blocks are sent between ranks.
+        parameters: Names of further tensors, which are complete on every rank and have q's heads on dim 0. Their
             gradients must be summed over ranks.
-        dims: The number of dims of each tensor, as passed by the caller.
-        is_linear: Whether a vector added to all keys adds its product with q to the scores, so that it can be
-            subtracted (see `dense`).
-        kind: The class of `shape`.
-        forward: The class that computes the blocks of a head chunk.
-        backward: The class that computes their gradients.
+        dims: Number of dims of each tensor, as passed by the caller.
+        is_linear: Whether adding a vector to all keys adds the vector's product with q to the scores, so that the
+            vector can be subtracted (see `dense`).
+        kind: Class of the shape.
+        forward: Class that computes the blocks of a head chunk.
+        backward: Class that computes the gradients of these blocks.
     """
 
     name = "attention"
@@ -52,8 +53,9 @@ class Operator:
         return self.operands + self.parameters
 
     def has_common(self, dtype: torch.dtype) -> bool:
-        """Return whether forward's results contain the keys' common part, which is 0 if nothing was subtracted. It
-        depends only on the dtype, since a compiler must know it without the mask.
+        """Return whether forward's results contain the keys' common part, which is 0 if nothing was subtracted.
+
+        The answer depends only on the dtype, since a compiler needs it without the mask.
         """
         return self.is_linear and dtype == torch.float32
 
@@ -61,11 +63,11 @@ class Operator:
         """Raise InputError for unsupported `AttentionOptions`."""
 
     def check(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
-        """Raise InputError for tensors that are unsupported on any number of ranks.
+        """Raise InputError for tensors that the operator does not support on any number of ranks.
 
         Args:
-            tensors: A user's arguments; they may be anything.
-            lengths_differ: Whether keys may have another length than q.
+            tensors: A user's arguments, which may be any objects.
+            lengths_differ: Whether k and v may differ from q in length.
         """
         if classes := [unreadable(x) for x in tensors if unreadable(x)]:
             raise InputError(
@@ -80,7 +82,7 @@ class Operator:
         check_derivatives(*tensors)
 
     def check_shapes(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
-        """Raise InputError for anything that is not a tensor or not of a shape that the operator takes."""
+        """Raise InputError for objects that are not tensors or have an unsupported shape."""
         q, k, v = tensors
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors):
             raise InputError(
@@ -100,16 +102,18 @@ class Operator:
             )
 
     def prepare(self, tensors: Sequence[Tensor]) -> tuple[Tensors, int]:
-        """Return the tensors as kernels need them, with all operands of 4 dims, and the width of out."""
+        """Return the tensors in the form that kernels need (4 dims for all operands), and the width of out."""
         return tuple(of_one_head_dim(*tensors)), tensors[-1].shape[-1]
 
     def shapes_of(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the shapes of all prepared tensors from a flat list of their sizes."""
+        """Return the shapes of all prepared tensors, given a flat list of their sizes."""
         sizes, dims = iter(numbers), (*[4] * len(self.operands), *self.dims[len(self.operands) :])
         return [tuple(next(sizes) for _ in range(n)) for n in dims]
 
     def shape(self, comm_dtype: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Shape:
-        """Return the shape of a rank's local tensors, from the setting, q's dtype and the shapes of all tensors."""
+        """Return the shape of a rank's local tensors, given the `comm_dtype` setting, q's dtype and the shapes of all
+        tensors.
+        """
         (batch, _, q_heads, dim), (_, _, kv_heads, _), *_ = shapes
         name, heads = str(dtype).removeprefix("torch."), (q_heads, kv_heads, dim)
         return shape_of_heads(comm_dtype, name, batch, heads, self.kind, **self.widths(shapes))
@@ -123,7 +127,7 @@ OPERATORS: dict[str, Operator] = {}  # by name
 
 
 def register(operator: Operator) -> Operator:
-    """Register an operator for compiled graphs, which contain only its name. Call it on every rank."""
+    """Register an operator for compiled graphs, which contain only its name. Call this function on every rank."""
     OPERATORS[operator.name] = operator
     return operator
 
@@ -132,7 +136,7 @@ DENSE = register(Operator())
 
 
 def unreadable(x: object) -> str:
-    """Describe the class of a tensor whose elements a kernel cannot read; "" for any other object."""
+    """Describe the class of a tensor with elements that a kernel cannot read, or return "" for any other object."""
     if not isinstance(x, Tensor):
         return ""
     classes = [base.__name__ for base in type(x).__mro__]
@@ -144,18 +148,16 @@ def unreadable(x: object) -> str:
 
 
 def check_derivatives(*tensors: Tensor) -> None:
-    """Raise InputError under forward-mode differentiation and torch.func transforms, which would not get a derivative.
+    """Raise InputError under forward-mode differentiation and torch.func transforms, which attention does not support.
 
-    Under torch.compile nothing is checked, since the compiler itself refuses them.
+    Under torch.compile nothing is checked, since the compiler itself rejects them.
     """
     if not torch.compiler.is_compiling() and (error := derivatives_error(*tensors)):
         raise error
 
 
 def derivatives_error(*tensors: Tensor) -> InputError | None:
-    """Return an error that says why attention cannot be differentiated here; None if it can, or if nothing is
-    differentiated.
-    """
+    """Return an error if attention is called under an unsupported kind of differentiation, otherwise None."""
     if compat.in_torch_func():
         return InputError(
             "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "
@@ -169,15 +171,16 @@ def derivatives_error(*tensors: Tensor) -> InputError | None:
 
 
 def of_one_head_dim(*tensors: Tensor) -> Sequence[Tensor]:
-    """Return the tensors (..., D), each padded with zeros to the largest D. The zeros do not change scores; they only
-    add elements to out.
+    """Return the tensors (..., D), each padded with zeros to the maximum D.
+
+    The zeros do not change scores; they only add elements to out.
     """
     largest = max(x.shape[-1] for x in tensors)
     return [padded(x, largest) for x in tensors]
 
 
 def padded(x: Tensor, dim: int) -> Tensor:
-    """Return x (..., D) padded with zeros to `dim`; x itself if D is `dim`."""
+    """Return x (..., D) padded with zeros to `dim`, or x itself if D is at least `dim`."""
     return x if x.shape[-1] >= dim else functional.pad(x, (0, dim - x.shape[-1]))
 
 

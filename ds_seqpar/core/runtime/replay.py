@@ -1,4 +1,4 @@
-"""The seam for checkpoints: results are computed in the first run of a function and replayed in the second."""
+"""Hook for activation checkpoints: the first run of a function computes results, and the second run replays them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from .buffers import Tensors
 
 
 class Replay:
-    """The context of a call outside any checkpoint. `memory.checkpoints` extends it."""
+    """The replay state of a call outside any checkpoint; `memory.checkpoints` subclasses it for calls inside a
+    checkpoint.
+    """
 
-    which_run = "none"  # of the function, for ranks to compare: what they send differs by it
-    checkpoint_saves = False  # whether a checkpoint saves results
+    which_run = "none"  # the current run of a checkpointed function, which ranks compare
+    checkpoint_saves = False  # whether a checkpoint saves attention's results
 
     @property
     def replays_next(self) -> bool:
-        """Whether the next result was saved."""
+        """Whether the next result is already saved."""
         return False
 
     def once(self, compute: Callable[[], Sequence[Tensor]], replays: Callable[[], object]) -> Tensors:
-        """Return the result of `compute` or, once `replays` is called, the result that the first run saved."""
+        """Return the result of `compute`, or the result saved by the first run, after calling `replays`."""
         return tuple(compute())
 
 
 NONE = Replay()
-finders: list[Callable[[], Replay | None]] = []  # each returns the innermost checkpoint around this call, if any
+finders: list[Callable[[], Replay | None]] = []  # each finder returns the innermost checkpoint around the call, or None
 
 
 def current() -> Replay:
-    """Return the innermost checkpoint around this call; `NONE` outside a checkpoint."""
+    """Return the innermost checkpoint around this call, or `NONE` outside a checkpoint."""
     return next((found for find in finders if (found := find()) is not None), NONE)

@@ -1,4 +1,4 @@
-"""The runtime of one rank, which joins programs, kernels and communication."""
+"""The runtime of one rank, which connects programs, kernels and communication."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ from .transport import Comm, OneRing, TorchComm
 from .walk import Observer, Walk
 
 SUM = "the sum of keys over ranks"
-MOST_ADMITTED = 16  # keys of inputs that were checked
+MOST_ADMITTED = 16  # number of checked inputs to remember
 
 
 class Runtime:
-    """The settings of one rank, its number in each group, and its communication.
+    """The settings of one rank, its rank in each group, and its communication.
 
     Args:
-        of: The runtime whose guards and observers this one shares; None: this one has its own.
+        of: Runtime whose guards and observers this runtime shares; None creates new lists.
 
     Attributes:
         rank: The CP rank.
         size: cp_size.
         ulysses: ulysses_size and this rank's Ulysses rank.
-        admitted: The fields that ranks compare for checked inputs, by key.
-        last_bound: For each direction, the arguments and the result of the last `bound`.
-        last_head_chunks: The arguments and the result of the last `head_chunks`, if the setting is "auto".
-        handle: The handle of this object, for ops.
-        guards: The guards that are notified of calls.
-        observers: The observers that are notified of walks.
-        fewest_head_chunks: The function that chooses the number of head chunks for "auto" by memory, from (the recipe,
-            ulysses, the local shape, the mask, the shards, the setting of the kernel, whether tensors are on a GPU).
+        admitted: For each key of checked inputs, the fields that ranks compare.
+        last_bound: For each direction, the arguments and result of the last `bound`.
+        last_head_chunks: The arguments and result of the last `head_chunks` if the setting is "auto".
+        handle: Handle of this object, for custom ops.
+        guards: Guards that are notified of calls.
+        observers: Observers that are notified of program executions.
+        fewest_head_chunks: Function that chooses the number of head chunks for "auto" by memory. Its arguments are the
+            recipe, the Ulysses size, the local shape, the mask, the shards, the kernel setting, and whether tensors are
+            on a GPU.
     """
 
     fewest_head_chunks: Callable[[Recipe, int, Shape, Mask, Shards, str, bool], int] = staticmethod(lambda *_: 1)
@@ -74,9 +75,9 @@ class Runtime:
 
     @functools.cached_property
     def one_ring(self) -> Runtime:
-        """The runtime of this rank among all ranks of the sequence, as one ring without Ulysses, for forward only.
+        """A second runtime for this rank: one ring of all ranks of the sequence, without Ulysses, for forward only.
 
-        It shares the guards and the observers.
+        The second runtime shares this runtime's guards and observers.
         """
         size = self.size * self.ulysses.size
         config = dataclasses.replace(
@@ -88,21 +89,21 @@ class Runtime:
         return Runtime(config, config.topology(size), rank, comm, of=self)
 
     def admit(self, inputs: Inputs, error: SeqParError | None) -> None:
-        """Raise this rank's error, or one that a guard has found, if a call cannot be computed. Collective."""
+        """Raise this rank's error, or an error from a guard, if a call cannot be computed. Collective."""
         for guard in self.guards:
             error = guard.admit(inputs, error)
         if error is not None:
             raise error
 
     def guarded(self, call: GuardedCall) -> contextlib.ExitStack:
-        """Return a context for a call's forward or backward, which combines the contexts of all guards."""
+        """Return a context for a call's forward or backward that combines the contexts of all guards."""
         with contextlib.ExitStack() as stack:
             for guard in self.guards:
                 stack.enter_context(guard.around(call))
             return stack.pop_all()
 
     def remember(self, key: tuple, compared: Compared) -> None:
-        """Keep the fields that ranks compare for checked inputs, for the latest keys."""
+        """Remember the fields that ranks compare for checked inputs, evicting the oldest key if there are too many."""
         self.admitted[key] = compared
         if len(self.admitted) > MOST_ADMITTED:
             del self.admitted[next(iter(self.admitted))]
@@ -114,13 +115,13 @@ class Runtime:
     def bound(
         self, direction: str, q: Tensor, shapes: Sequence[Sequence[int]], settings: CallSettings
     ) -> tuple[BoundProgram, Kernel]:
-        """Return the program for a rank's local tensors, and the kernel that it calls.
+        """Return the program for a rank's local tensors, and the kernel for the program.
 
         Args:
             direction: "forward" or "backward".
-            q: The local q (B, s, Hq, D); only its length, dtype and device are read.
-            shapes: The shapes of all prepared tensors of the operator.
-            settings: The call's settings.
+            q: The local q (B, s, Hq, D), of which only length, dtype and device are read.
+            shapes: Shapes of all prepared tensors of the operator.
+            settings: Settings of the call.
         """
         key = shapes, q.dtype, q.device, settings._replace(layer=None), is_deterministic()
         last = self.last_bound.get(direction)
@@ -142,18 +143,18 @@ class Runtime:
         return last[1]
 
     def head_chunks(self, q: Tensor, kv_heads: int, mask: Mask, shards: Shards | None) -> int:
-        """Return the number of head chunks: the setting, or with "auto" the smallest number that saves memory.
+        """Return the configured number of head chunks, or for "auto" the smallest number that saves memory.
 
         Args:
-            q: As in `bound`.
-            kv_heads: Number of key heads.
+            q: The local q (B, s, Hq, D).
+            kv_heads: Number of key/value heads.
             mask: The mask.
-            shards: The shards of all CP ranks; None for the configured layout's.
+            shards: Shards of all CP ranks; None for the configured layout.
         """
         if self.config.head_chunks != "auto":
             return self.config.head_chunks
         if torch.compiler.is_compiling():
-            return 1  # an estimate of memory needs numbers, and the compiler may have symbols
+            return 1  # a memory estimate needs concrete numbers, but torch.compile may pass symbols
         key = q.shape, kv_heads, q.dtype, mask, shards
         if self.last_head_chunks is None or self.last_head_chunks[0] != key:
             shapes = q.shape, (*q.shape[:2], kv_heads, q.shape[3])
@@ -165,7 +166,7 @@ class Runtime:
         return self.last_head_chunks[1]
 
     def forward(self, tensors: Tensors, sinks: Tensor | None, settings: CallSettings) -> list[Tensor]:
-        """Compute forward of a rank's local tensors of the operator. Returns `AttentionResults` as a list."""
+        """Compute forward for a rank's local tensors, and return `AttentionResults` as a list."""
         common, keys = None, tensors[1]
         named = dict(zip(settings.operator.inputs, tensors, strict=True))
         with self.guarded(guarded_call("forward", settings, named, sinks)):
@@ -177,18 +178,19 @@ class Runtime:
         self, local: dict[str, Tensor], shapes: Sequence[Sequence[int]], sinks: Tensor | None, saved: Saved,
         settings: CallSettings, common: Tensor | None,
     ) -> list[Tensor]:  # fmt: skip
-        """Compute backward of a rank's local tensors.
+        """Compute backward for a rank's local tensors.
 
         Args:
-            local: do, the operator's parameters, and its operands and out if forward did not save the inner ones.
-            shapes: Of all tensors of the operator.
-            sinks: As in `forward`.
-            saved: What forward saved.
-            settings: As in `forward`.
+            local: The gradient do, the operator's parameters, and its operands and out if forward did not save the
+                inner tensors.
+            shapes: Shapes of all tensors of the operator.
+            sinks: The sinks that forward received.
+            saved: Tensors that forward saved.
+            settings: The settings that forward received.
             common: The common part that forward returned.
 
         Returns:
-            The gradients of the operator's tensors and of sinks, if any.
+            The gradients of the operator's tensors, and of sinks if there are any.
         """
         with self.guarded(guarded_call("backward", settings, local, sinks)):
             common = common if settings.takes_common_off(local["do"].dtype, self.size) else None
@@ -197,7 +199,9 @@ class Runtime:
     def forward_walk(
         self, tensors: Tensors, sinks: Tensor | None, settings: CallSettings, common: Tensor | None
     ) -> Walk:
-        """Return a walk over a rank's local tensors, with the results of `ForwardCall`. For `common` see there."""
+        """Return a `Walk` that computes a `ForwardCall` of a rank's local tensors, with `common` subtracted from the
+        keys.
+        """
         bound, kernel = self.bound("forward", tensors[0], [x.shape for x in tensors], settings)
         local = dict(zip(settings.operator.inputs, tensors, strict=True))
         call = ForwardCall(bound, kernel, settings, local, sinks, common, Saved([], [], []))
@@ -207,13 +211,15 @@ class Runtime:
         self, local: dict[str, Tensor], shapes: Sequence[Sequence[int]], sinks: Tensor | None, saved: Saved,
         settings: CallSettings, common: Tensor | None,
     ) -> Walk:  # fmt: skip
-        """Return a walk over a rank's local tensors, with the results of `BackwardCall`. For `common` see there."""
+        """Return a `Walk` that computes a `BackwardCall` of a rank's local tensors, with `common` subtracted from the
+        keys.
+        """
         bound, kernel = self.bound("backward", local["do"], shapes, settings)
         call = BackwardCall(bound, kernel, settings, local, sinks, common, saved)
         return Walk(bound, call, self.comm, self.observers)
 
 
 def guarded_call(direction: str, settings: CallSettings, local: dict[str, Tensor], sinks: Tensor | None) -> GuardedCall:
-    """Return attention's forward or backward of a rank's local tensors, as guards see it."""
+    """Return the description of attention's forward or backward that guards receive."""
     operands = {**local, "sinks": sinks, **settings.scores._asdict()}
     return GuardedCall(direction, ATTENTION, settings.layer, operands=operands)

@@ -1,5 +1,7 @@
-"""Hooks for add-ons around a call. The observer of a walk is in `walk.py`, the context of a transfer in
-`transport.py`."""
+"""Hooks through which add-ons observe and guard calls.
+
+The observer of a program's execution is in `walk.py`, and the context of a transfer in `transport.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +12,25 @@ from typing import Any, NamedTuple
 from ...base.errors import SeqParError
 from ...base.fingerprint import Compared
 
-ATTENTION = "attention"  # the name of its calls in errors
+ATTENTION = "attention"  # name of attention calls in error messages
 
 
 class Inputs(NamedTuple):
-    """The inputs of a call, before it sends anything."""
+    """The inputs of a call, before anything is sent."""
 
-    call: str  # the function that a user calls
-    compared: Compared  # what must be the same on all ranks of the sequence; empty where inputs are wrong
-    operands: Mapping[str, Any]  # the tensors by name; where inputs are wrong, anything
+    call: str  # name of the function that the user called
+    compared: Compared  # fields that must be equal on all ranks of the sequence; empty if inputs are invalid
+    operands: Mapping[str, Any]  # tensors by name; arbitrary objects if inputs are invalid
 
 
 class GuardedCall(NamedTuple):
-    """The forward or the backward of a call that communicates."""
+    """The forward or backward of a call that communicates."""
 
     direction: str  # "forward" or "backward"
-    name: str  # of the function, in errors
-    layer: int | None = None  # of a patched model
-    sends: bool = True  # False where a checkpoint replays its result
-    operands: Mapping[str, Any] = {}  # of attention: tensors and numbers by name
+    name: str  # name of the function in error messages
+    layer: int | None = None  # layer index in a patched model
+    sends: bool = True  # False if a checkpoint replays the result
+    operands: Mapping[str, Any] = {}  # for attention, tensors and numbers by name
 
     @property
     def title(self) -> str:
@@ -36,19 +38,19 @@ class GuardedCall(NamedTuple):
 
 
 class Guard:
-    """An object that is notified of calls as long as it is in `Runtime.guards`."""
+    """An object that is notified of calls while it is in `Runtime.guards`."""
 
     def admit(self, inputs: Inputs, error: SeqParError | None) -> SeqParError | None:
-        """Check the inputs of a call, in the order of guards. Collective if the call is.
+        """Check the inputs of a call, after the guards earlier in the list. Collective if the call is collective.
 
         Args:
-            error: Why this rank cannot compute the call, according to earlier checks.
+            error: Error from earlier checks if this rank cannot compute the call, otherwise None.
 
         Returns:
-            The error that this rank passes to the next guard, and raises after the last one.
+            The error to pass to the next guard, or to raise if this guard is the last.
         """
         return error
 
     def around(self, call: GuardedCall) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a forward or backward; everything is sent inside it."""
+        """Return a context manager for a forward or backward; all communication happens inside it."""
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Send and receive over torch.distributed, and count what is received. No other module calls isend and irecv."""
+"""Send and receive over torch.distributed, and count received elements. Only this module calls isend and irecv."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ...base.errors import CommunicationError, SeqParError
 from .devices import communicator_device
 from .groups import Groups
 
-Group = dist.ProcessGroup | None  # None: this rank alone
-Sizes = tuple[Sequence[int], Sequence[int]]  # elements sent to each member of a group, received from each
-# (group rank, count): the message that is waited for needs the `count` ranks up to that one. None: unknown
+Group = dist.ProcessGroup | None  # None: a group of only this rank
+Sizes = tuple[Sequence[int], Sequence[int]]  # numbers of elements sent to, and received from, each group member
+# (group rank, count): the awaited message needs `count` ranks, of which this group rank is the last. None: unknown
 Awaited = tuple[int, int] | None
-Started = tuple[Any, Awaited]  # a work of torch's, and whose part in it is waited for
+Started = tuple[Any, Awaited]  # torch's Work object, and the awaited ranks
 
 
 class Message(NamedTuple):
     """The bytes of one unit, sent to or received from another CP rank."""
 
     peer: int  # CP rank
-    kind: str  # of the unit, for counting
-    elements: int  # of the unit, for counting
+    kind: str  # kind of the unit, for counting
+    elements: int  # number of elements in the unit, for counting
     buffer: Tensor  # bytes
-    tag: int  # the same on both ends
+    tag: int  # equal on both ends
 
 
 class Handle(Protocol):
@@ -37,29 +37,32 @@ class Handle(Protocol):
 
 
 class Comm(Protocol):
-    """The transport of a walk."""
+    """The transport used by the execution of a program."""
 
-    received: Counter  # elements that arrived from other ranks, by kind
-    # in plans with overlap, a receive is posted at least so many steps before its message is sent; see `compiler.lower`
+    received: Counter  # number of elements received from other ranks, by kind
+    # minimum number of steps by which receives are posted before their sends in plans with overlap; see
+    # `compiler.lower`
     early: int
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
-        """Start all messages. After the handle's wait, receive buffers are filled and send buffers may be reused."""
+        """Start all messages. When the returned handle's `wait` returns, receives are complete and send buffers are
+        reusable.
+        """
         ...
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the CP ranks in their order in a collective."""
+        """Return the CP ranks in the order of a collective."""
         ...
 
     def all_gather(self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor) -> Handle:
         """Start an all-gather in which all ranks send the same number of bytes.
 
         Args:
-            ranks: the CP ranks that take part.
-            kind: kind of the units, for counting.
-            elements: how many elements arrive from other ranks, for counting.
-            sent: this rank's bytes.
-            received: filled with the bytes of all ranks, in `order`.
+            ranks: CP ranks that take part.
+            kind: Kind of the units, for counting.
+            elements: Number of elements received from other ranks, for counting.
+            sent: Bytes of this rank.
+            received: Buffer for the bytes of all ranks, in the order of `order`.
         """
         ...
 
@@ -69,12 +72,12 @@ class Comm(Protocol):
         """Start an all-to-all of bytes.
 
         Args:
-            ranks: the CP ranks that take part.
-            kind: kind of the units, for counting.
-            elements: how many elements arrive from other ranks, for counting.
-            sent: the bytes for each rank, in `order`.
-            received: filled with the bytes from each rank, in `order`.
-            sizes: how many bytes are sent to, and received from, each rank.
+            ranks: CP ranks that take part.
+            kind: Kind of the units, for counting.
+            elements: Number of elements received from other ranks, for counting.
+            sent: Bytes for each rank, in the order of `order`.
+            received: Buffer for the bytes from each rank, in the order of `order`.
+            sizes: Numbers of bytes sent to, and received from, each rank.
         """
         ...
 
@@ -82,32 +85,32 @@ class Comm(Protocol):
         """Start an all-to-all among the Ulysses ranks.
 
         Args:
-            kind: kind of the units, for counting.
-            sent: the first sizes[0][0] elements are sent to Ulysses rank 0, and so on.
-            received: its first sizes[1][0] elements are filled by Ulysses rank 0, and so on.
-            sizes: how many elements are sent to, and received from, each Ulysses rank.
+            kind: Kind of the units, for counting.
+            sent: Elements to send: the first sizes[0][0] elements for Ulysses rank 0, and so on.
+            received: Buffer to fill: the first sizes[1][0] elements from Ulysses rank 0, and so on.
+            sizes: Numbers of elements sent to, and received from, each Ulysses rank.
         """
         ...
 
     def parts_of_all(self, x: Tensor, what: str, shares: bool = False) -> Tensor:
-        """Return the x (n,) of each rank of the sequence as (ranks, n), in the same order on all ranks.
+        """Gather the x (n,) of each rank of the sequence, and return (ranks, n) in the same order on all ranks.
 
         Args:
-            what: the operation, for errors.
-            shares: whether each rank receives only its share of every x, (ranks, n / ranks), in that order.
+            what: Name of the operation in error messages.
+            shares: Whether each rank receives only its share of every x, as (ranks, n / ranks) in the same order.
         """
         ...
 
 
 class Communication:
-    """A context that raises a failed communication of ranks as a CommunicationError with the backend's reason.
+    """A context manager that converts a failed communication to a CommunicationError with the backend's reason.
 
     Args:
-        what: what communicates; the subject of the sentence.
-        group: the group that communicates; None for this rank alone.
+        what: The operation, used as the subject of the error's sentence.
+        group: The group that communicates; None for this rank alone.
 
     Attributes:
-        awaited: the rank whose message is waited for.
+        awaited: The rank on whose message this rank is waiting.
     """
 
     def __init__(self, what: str, group: Group) -> None:
@@ -122,25 +125,25 @@ class Communication:
             raise CommunicationError(f"{self.what} {self.reason(str(error))}") from error
 
     def reason(self, message: str) -> str:
-        """Return the rest of the sentence. message: the backend's."""
+        """Return the rest of the error's sentence. `message` is the backend's error message."""
         return f"failed: {message.splitlines()[0] if message else 'without a reason'}"
 
 
 class Works:
-    """torch's works and their tensors, which are kept until `wait`: a dropped isend loses its message.
+    """torch's Work objects and their tensors, kept until `wait` because a dropped isend loses its message.
 
-    NCCL sends on its own stream, after all work that was queued on the current stream before the post. In `wait` the
-    current stream waits for NCCL, and the host does not. So the tensors must not be used between post and wait. While
-    this object refers to them, their memory is not reused.
+    NCCL sends on its own stream, after all work queued on the current stream before the post. In `wait`, the current
+    stream waits for NCCL, but the host does not. The tensors must therefore not be used between post and wait. While
+    this object references the tensors, their memory is not reused.
 
     Args:
-        communication: the context in which they are started and waited for.
-        works: one for each message, receives first, or one for all messages, in the order of waiting; each with the
-            rank that is waited for.
-        tensors: the tensors that are sent and received.
+        communication: Context manager used to start the works and to wait for them.
+        works: One work per message (receives first), or one work for all messages, in waiting order, each with its
+            awaited rank.
+        tensors: The sent and received tensors.
 
     Attributes:
-        batch: the works of messages that run as one operation; after the wait they do not refer to tensors.
+        batch: Works of messages that run as one operation; after the wait, these works no longer reference tensors.
     """
 
     batch: list[Any] | None = None
@@ -159,12 +162,12 @@ ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # 
 
 
 def send(x: Tensor, group: Group, peer: int, tag: int) -> Any:
-    """Start sending a tensor to a rank of the group, and return torch's work."""
+    """Start sending a tensor to a rank of the group, and return torch's Work object."""
     return dist.isend(x, group=group, group_dst=peer, tag=tag)
 
 
 def receive(x: Tensor, group: Group, peer: int, tag: int) -> Any:
-    """Start receiving a tensor from a rank of the group, and return torch's work."""
+    """Start receiving a tensor from a rank of the group, and return torch's Work object."""
     return dist.irecv(x, group=group, group_src=peer, tag=tag)
 
 
@@ -181,7 +184,7 @@ def _one_by_one(
 def _batched(
     sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], first_tag: int
 ) -> list[Started]:
-    """Post messages as one batch, as NCCL requires: otherwise two ranks that both send first wait for each other."""
+    """Post messages as one batch, as NCCL requires: two ranks that both send first would wait for each other."""
     ops = [
         dist.P2POp(op, m.buffer, group=group, tag=m.tag, group_peer=peers[m.peer])
         for op, messages in ((dist.irecv, receives), (dist.isend, sends))
@@ -190,27 +193,30 @@ def _batched(
     return [(work, None) for work in dist.batch_isend_irecv(ops)] if ops else []
 
 
-EXCHANGE_TAG = 0x6EA9  # the tag of `_all_to_all_over_gloo`, far from a program's tags
-EARLY_OVER_GLOO = 1  # steps; see `Comm.early`
-# of a Ulysses exchange, before its first message has arrived; by benchmarks.cluster.attention at 20 Mbit/s
+EXCHANGE_TAG = 0x6EA9  # tag of messages in `_all_to_all_over_gloo`, outside the range of program tags
+EARLY_OVER_GLOO = 1  # number of steps; see `Comm.early`
+# sends of a Ulysses exchange posted before its first message arrives; chosen with benchmarks.cluster.attention at 20
+# Mbit/s
 SENDS_AHEAD = 3
 
 
 def _all_to_all_over_gloo(
     received: Sequence[Tensor], sent: Sequence[Tensor], group: Group, ahead: int | None = None
 ) -> list[Started]:
-    """Start an all-to-all that posts all receives before the first send; gloo's own all-to-all mixes both.
+    """Start an all-to-all that posts all receives before the first send, unlike gloo's own all-to-all.
 
-    A rank sends first to the next rank, then to the one after it, so that no two ranks begin with the same receiver.
+    Each rank sends to the next rank first, then to the rank after that, so that no two ranks start with the same
+    receiver.
 
     Args:
-        received: for each rank of the group, the tensor that it fills; empty ones are not received.
-        sent: for each rank of the group, this one included, the tensor that is sent to it; empty ones are not sent.
-        group: the group.
-        ahead: how many sends are posted at once. Each further send waits for the next message to arrive. So a link
-            carries few messages at a time, and sending and receiving overlap. None: all sends are posted at once.
+        received: For each rank of the group, the tensor to fill; empty tensors are not received.
+        sent: For each rank of the group (including this rank), the tensor to send; empty tensors are not sent.
+        group: The group.
+        ahead: Number of sends posted immediately. Each further send waits for the next message to arrive, so that a
+            link carries few messages at a time, and sending and receiving overlap. None: all sends are posted
+            immediately.
     """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)  # distance: from a rank to a peer
+    size, rank = dist.get_world_size(group), dist.get_rank(group)  # distance: peer minus rank
     receives: dict[int, Any] = {
         distance: receive(received[rank - distance], group, (rank - distance) % size, EXCHANGE_TAG)
         for distance in range(1, size)
@@ -219,7 +225,7 @@ def _all_to_all_over_gloo(
     sends: list[Started] = []
     for distance in range(1, size):
         if ahead is not None and distance - ahead in receives:
-            receives.pop(distance - ahead).wait()  # never twice: gloo would wait for another message
+            receives.pop(distance - ahead).wait()  # pop: with a second wait, gloo would wait for another message
         peer = (rank + distance) % size
         if sent[peer].numel():
             sends.append((send(sent[peer], group, peer, EXCHANGE_TAG), (peer, 1)))
@@ -228,9 +234,7 @@ def _all_to_all_over_gloo(
 
 
 def _all_gather(received: Tensor, sent: Tensor, group: Group) -> list[Started]:
-    """Start an all-gather. Over gloo each rank sends to all ranks, since gloo's own all-gather is a ring that waits at
-    every step.
-    """
+    """Start an all-gather; over gloo, each rank sends to all others, because gloo's ring all-gather waits at each step."""
     if sent.device.type != "cpu":
         return [(ALL_GATHER(received, sent, group=group, async_op=True), None)]
     parts = received.view(dist.get_world_size(group), sent.numel()).unbind()
@@ -238,8 +242,9 @@ def _all_gather(received: Tensor, sent: Tensor, group: Group) -> list[Started]:
 
 
 def _all_to_all(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahead: int | None = None) -> list[Started]:
-    """Start an all-to-all. sizes: of the parts of `sent` and `received`. Other arguments: as for
-    `_all_to_all_over_gloo`.
+    """Start an all-to-all, where `sizes` are the sizes of the parts of `sent` and `received`.
+
+    `group` and `ahead` have the same meaning as in `_all_to_all_over_gloo`.
     """
     outgoing, incoming = map(list, sizes)
     if sent.device.type != "cpu":
@@ -247,20 +252,21 @@ def _all_to_all(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahea
     return _all_to_all_over_gloo(received.split(incoming), sent.split(outgoing), group, ahead)
 
 
-PAIRS = 16  # members of a group of which every pair is connected when it is made; buffers of a pair take memory
+PAIRS = 16  # maximum group size for connecting every pair up front, since each connected pair needs memory for buffers
 
 
 def connected_to(rank: int, size: int) -> list[int]:
-    """Return the members of a group that a member connects to at once: all, or its neighbors and the opposite ones."""
+    """Return the group members that a member connects to up front: all members, or only neighbors and opposite members."""
     distances = range(1, size) if size <= PAIRS else (1, size // 2, -(-size // 2), size - 1)
     return sorted({(rank + distance) % size for distance in distances})
 
 
 def connect(group: Group, communication: type[Communication]) -> None:
-    """Let members of a group with communicators on devices send one another a byte, both ways in one batch.
+    """Exchange one byte between connected members of a group, both ways in one batch, if the group has device
+    communicators.
 
-    NCCL connects two members at their first message, and the host waits. Members half a group apart connect both ways
-    at once; the batch must contain both ways on both members.
+    NCCL connects two members on their first message, and the host waits for the connection. Members half a group apart
+    connect in both directions at once, so the batch must contain both directions on both members.
     """
     if group is None or (device := communicator_device(group)) is None:
         return
@@ -277,17 +283,17 @@ class TorchComm:
     """The transport over process groups (gloo or NCCL).
 
     Args:
-        groups: this rank's.
-        communication: the context of each communication, which may report waits and explain failures.
+        groups: Groups of this rank.
+        communication: Context manager class for each communication, which may report waits and explain failures.
     """
 
-    first_tag = 0  # of messages
+    first_tag = 0  # XORed with each message's tag over gloo
 
     def __init__(self, groups: Groups, communication: type[Communication] = Communication) -> None:
         self.groups, self.communication = groups, communication
         self.early = EARLY_OVER_GLOO if groups.inner is not None and communicator_device(groups.inner) is None else 0
         self.received: Counter = Counter()
-        self.received_bytes = 0  # all bytes that arrived from other ranks
+        self.received_bytes = 0  # total bytes received from other ranks
         connect(groups.inner, communication)
 
     def _count(self, kind: str, elements: int, received: int) -> None:
@@ -319,16 +325,16 @@ class TorchComm:
             else:
                 works = _all_gather(gathered.view(-1), x, group)
         Works(gather, works, [x, gathered]).wait()
-        self._count("", 0, gathered[1:].nbytes)  # units of no plan, so no elements
+        self._count("", 0, gathered[1:].nbytes)  # not part of a plan, so no elements are counted
         return gathered
 
     def exchange_with_all(self, what: str, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> None:
-        """Exchange elements with the ranks that share the sequence, under any plan, and wait.
+        """Exchange elements with all ranks that share the sequence, independently of any plan, and wait.
 
         Args:
-            what: the operation, for errors.
-            kind: of the elements, for counting.
-            sent, received, sizes: as for `exchange`, in the order of the group of all ranks.
+            what: Name of the operation in error messages.
+            kind: Kind of the elements, for counting.
+            sent, received, sizes: As in `exchange`, but in the order of the group of all ranks.
         """
         group, (outgoing, incoming), width = self.groups.sp, sizes, sent.element_size()
         in_bytes = tuple(width * x for x in outgoing), tuple(width * x for x in incoming)
@@ -368,16 +374,17 @@ class TorchComm:
 
 
 class OneRing(TorchComm):
-    """The transport of a schedule that runs on all ranks of the sequence, next to the configured one. It does not have
-    its own groups and counts.
+    """The transport of a second schedule, which runs on all ranks of the sequence.
+
+    It shares the groups and counts of the configured transport.
     """
 
-    first_tag = 0x7800  # it may send in the group of all ranks; no tag is that of an agreement or an exchange
+    first_tag = 0x7800  # may use the group of all ranks, so avoids the tags of agreements and exchanges
 
     def __init__(self, comm: TorchComm) -> None:
         self.comm, self.communication, self.received = comm, comm.communication, comm.received
         self.early = 0
-        if self.groups.made:  # at the first look, for which all ranks are here
+        if self.groups.made:  # the first access, which all ranks make together
             connect(self.groups.inner, self.communication)
 
     @property

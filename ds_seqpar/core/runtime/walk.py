@@ -1,4 +1,4 @@
-"""Execution of a program over tensors. `Walk` serves every schedule, both directions, real and virtual ranks."""
+"""Execution of a program over tensors, for every schedule, both directions, and real and virtual ranks."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from .transport import Comm, Handle, Message
 
 
 class Observer:
-    """An object that is notified of walks as long as it is in `Runtime.observers`."""
+    """An object that is notified of program executions while it is in `Runtime.observers`."""
 
     def begin(self, walk: Walk) -> bool:
-        """Return whether to be notified of the rest of a walk of real ranks."""
+        """Return whether to notify this observer of the rest of a real rank's execution."""
         return True
 
     def before(self, walk: Walk, instruction: op.Instruction) -> None:
         """Called before an instruction is executed."""
 
     def after(self, walk: Walk, instruction: op.Instruction) -> None:
-        """Called after an instruction is executed, before slots are freed."""
+        """Called after an instruction is executed, and before slots are freed."""
 
     def end(self, walk: Walk, results: list[Tensor] | None) -> None:
-        """Called at the end of a walk, with the call's results; None if an error ended it."""
+        """Called at the end of an execution, with the call's results, or with None after an error."""
 
     def sent(self, device: torch.device, program: op.Program, batches: list[Any], comm: Comm) -> None:
-        """Called when messages were queued on a device outside a walk.
+        """Called after messages were queued on a device outside the execution of a program.
 
         Args:
-            program: Describes the messages.
-            batches: The works of the messages of each wait in it, or None.
+            program: Description of the messages.
+            batches: For each wait in the program, the works of its messages, or None.
         """
 
 
 class Walk:
-    """The execution of one attention call on one rank. Each method that takes an instruction executes it.
+    """The execution of one attention call on one rank, with one method per instruction type.
 
     Attributes:
-        at: The number of the next instruction, or of the one that failed.
-        tickets: The pending transfers, by ticket.
-        results: The accumulator of each unit.
-        entered: Whether the walk is inside a head chunk.
+        at: Index of the next instruction, or of the failed instruction.
+        tickets: Pending transfers, by ticket.
+        results: Accumulator of each unit.
+        entered: Whether execution is inside a head chunk.
     """
 
-    work: Forward  # of the head chunk that was entered
-    result: Tensors  # of the head chunk, until `leave`
+    work: Forward  # of the current head chunk
+    result: Tensors  # of the current head chunk, until `leave`
 
     def __init__(self, bound: BoundProgram, call: Call, comm: Comm, observers: Iterable[Observer] = ()) -> None:
         self.observers = list(observers)
@@ -71,21 +71,22 @@ class Walk:
         self.at, self.entered = 0, False
 
     def run(self) -> list[Tensor]:
-        """Execute all instructions and return the call's results. For real ranks, whose waits block. An error says
-        where in the program it happened: the step, the instructions before and after it, and the ranks involved.
+        """Execute all instructions, and return the call's results. Only for real ranks, because waits block.
+
+        An error reports its location in the program: the step, the steps before and after it, and the ranks involved.
         """
         device_type, count = self.call.device.type, len(self.program.code)
         self.observers = [x for x in self.observers if x.begin(self)]
         autocast, results = torch.is_autocast_enabled(device_type), None
         try:
-            # dtypes are chosen already, and sums stay in fp32
+            # no autocast: dtypes are already chosen, and sums stay in fp32
             with torch.autocast(device_type, enabled=False) if autocast else contextlib.nullcontext():
                 while self.at < count:
                     self.advance()
                 results = self.call.results()
                 return results
         except Exception as error:
-            place = self.program.where(min(self.at, count - 1))  # results come after the last one
+            place = self.program.where(min(self.at, count - 1))  # the error may come after the last instruction
             if isinstance(error, CommunicationError):
                 raise CommunicationError(f"CP rank {self.program.rank}, {error}\n{place}") from error
             error.add_note(place)
@@ -203,7 +204,7 @@ class Walk:
         self.work.product(q, kv, instruction.q_slot, launches, results)
 
     def accumulator(self, unit: Unit, slot: int) -> Accumulator:
-        """Return the accumulator of a unit, which is moved into the slot once it must be in accum_dtype."""
+        """Return the accumulator of a unit, which moves to the slot when it must be in accum_dtype."""
         if unit not in self.results:
             buffers = self.buffers
             self.results[unit] = self.work.accumulator(unit[0], lambda: buffers.tensors(slot, unit))
@@ -226,8 +227,10 @@ class Walk:
             accumulator.copy_into(self.buffers.tensors(instruction.into, instruction.unit))
 
     def scatter_start(self, instruction: op.ScatterStart) -> None:
-        """Start an all-to-all of partial results, which the receivers merge. It moves the bytes of a reduce-scatter,
-        but uses our own reduction. The local partial result is not sent, so it is not rounded to comm_dtype.
+        """Start an all-to-all of partial results, which the receivers merge.
+
+        The all-to-all transfers as many bytes as a reduce-scatter, but allows our own reduction. The local partial
+        result is not sent, so it is not rounded to comm_dtype.
         """
         reduce, kind, rank = instruction.collective, instruction.collective.kind, self.program.rank
         blocks, local_key = reduce.blocks, reduce.key_of(rank)

@@ -121,8 +121,7 @@ class Export(NamedTuple):
 
 
 class ScatterStart(NamedTuple):
-    """Start sending the other members their shards of an accumulator, and store the local shard in slot `local_part`.
-    """
+    """Start sending the other members their shards of an accumulator; the local shard goes to slot `local_part`."""
 
     step: int
     ticket: int

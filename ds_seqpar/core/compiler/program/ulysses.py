@@ -213,8 +213,7 @@ class _CallBuilder:
         self.add(op.UnpackHeads(self.end_step(start), start.exchange, start.received), start.received)
 
     def end_step(self, start: op.ExchangeStart) -> int:
-        """Return the step in which an exchange ends: the step of its start, or a new step if others have begun since.
-        """
+        """Return the step in which an exchange ends: its start step, or a new step if others have begun since."""
         if start.step == len(self.words) - 1:
             return start.step
         text = f"{start.exchange.words} has been exchanged"

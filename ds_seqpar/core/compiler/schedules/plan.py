@@ -39,7 +39,7 @@ class BlockMask:
     def _hash(self) -> int:
         return hash((self.rows, self.even))
 
-    def __hash__(self) -> int:    # cached because many cache keys contain block masks
+    def __hash__(self) -> int:  # cached because many cache keys contain block masks
         return self._hash
 
     @property
@@ -94,8 +94,7 @@ class Plan:
         return [received(steps, rank, units) for rank, steps in enumerate(self.ranks)]
 
     def table(self) -> str:
-        """Return the plan as a text table with one row per step and one column per rank, which `text.parse` can read.
-        """
+        """Return the plan as text, in the format that `text.parse` reads: one row per step and one column per rank."""
         return "\n".join([self.head, *columns(self.rows())])
 
     @property

@@ -38,8 +38,7 @@ def head_chunks(q_heads: int, kv_heads: int, count: int) -> tuple[HeadChunk, ...
 
 
 def max_head_chunks(q_heads: int, kv_heads: int, ulysses_size: int) -> int:
-    """Return the maximum number of head chunks for which every Ulysses rank still has a query head in each head chunk.
-    """
+    """Return the maximum number of head chunks such that every Ulysses rank has a query head in each head chunk."""
     group = q_heads // kv_heads
     return max(1, kv_heads // -(-ulysses_size // group))  # a head chunk has whole key/value heads
 

@@ -132,7 +132,7 @@ class Mask:
         return handle_of(self)
 
     @functools.cached_property
-    def _hash(self) -> int:    # hashes only numbers, so every process gets the same hash
+    def _hash(self) -> int:  # hashes only numbers, so every process gets the same hash
         right = -1 if self.window_right is None else self.window_right
         extra: tuple[object, ...] = (self.prefix, right) if self.prefix or right >= 0 else ()
         extra += (self.blocks, self.whole_blocks) if self.blocks else ()
@@ -255,8 +255,7 @@ class Mask:
 
     @functools.cached_property
     def origins(self) -> tuple[int, ...]:
-        """Start position of each document minus the number of earlier tokens that it sees; () if there are no parents.
-        """
+        """Start position of each document minus the number of earlier tokens that it sees; () without parents."""
         origins: list[int] = []
         for start, parent in zip(self.documents, self.parents, strict=False):
             origins.append(start if parent < 0 else start - self.documents[parent + 1] + origins[parent])

@@ -30,8 +30,7 @@ class EvenShards:
         return True
 
     def runs(self, side: str, key: Key) -> Runs:
-        """Return the runs of some blocks sorted by position, the token order of gathered blocks. `side` is "q" or "kv".
-        """
+        """Return the runs of some blocks ("q" or "kv" side) sorted by position, the token order of gathered blocks."""
         return join(self._block(block) for block in key)
 
     def _block(self, block: int) -> Runs:

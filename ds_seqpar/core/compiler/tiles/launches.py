@@ -130,8 +130,7 @@ def _batched(cut: Iterator[Tile]) -> tuple[Tile, ...]:
 
 
 def _extended(batch: Tile, tile: Tile) -> Tile | None:
-    """Return the batch extended by a tile of the same shape, or None if the tile overlaps or is not one step further.
-    """
+    """Return the batch extended by a tile of the same shape, or None if the tile overlaps or is not the next one."""
     steps = tile.q0 - batch.q0, tile.k0 - batch.k0
     if batch.groups > 1:
         steps = batch.q_step, batch.k_step

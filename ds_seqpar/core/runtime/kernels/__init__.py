@@ -1,4 +1,4 @@
-"""The attention kernels. `select` chooses one by name, or the first one that can compute a block."""
+"""The attention kernels. `select` returns a kernel by name, or the first kernel that supports a block."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, can_cap, i
 
 # in the order in which "auto" tries them
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Chunked(), Reference())}
-# functions (kernel, spec) -> why a kernel that "auto" chose is slow for such blocks, and what to install; or ""
+# functions (kernel, spec) that return "", or why the kernel that "auto" selected is slow and what to install
 SLOW: list[Callable[[Kernel, BlockSpec], str]] = []
 
 
 def register(kernel: Kernel) -> None:
-    """Add a kernel that the configuration can choose by its name. "auto" tries it last.
+    """Register a kernel so that configurations can select it by name. "auto" tries it last.
 
-    Call it on every rank, before any configuration is made.
+    Call this function on every rank before creating any configuration.
 
     Args:
         kernel: The kernel, an object with the members of `Kernel`.
@@ -38,7 +38,7 @@ def register(kernel: Kernel) -> None:
 
 
 def register_first(*kernels: Kernel) -> None:
-    """Add kernels that "auto" tries first, in this order. `launches.KERNELS` already contains their names."""
+    """Add kernels that "auto" tries first, in this order. Their names must already be in `launches.KERNELS`."""
     others = dict(KERNELS)
     KERNELS.clear()
     KERNELS.update({kernel.name: kernel for kernel in kernels} | others)
@@ -54,16 +54,17 @@ def remove(name: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def select(name: str, spec: BlockSpec, deterministic: bool | None = None) -> Kernel:
-    """Return the kernel with this name, or for "auto" the first that takes the spec, with the spec's softcap.
+    """Return the kernel with this name, or for "auto" the first kernel that supports the spec, with the spec's softcap
+    applied.
 
     Args:
         name: A kernel's name, or "auto".
-        spec: The blocks that the kernel must take.
-        deterministic: `is_deterministic()`. Kernels read it themselves. It is an argument so that a cached choice is
-            used only for this value.
+        spec: The blocks that the kernel must support.
+        deterministic: The value of `is_deterministic()`. Kernels read it themselves; as an argument, it becomes part of
+            the cache key.
 
     Raises:
-        KernelError: No kernel takes the spec. The error has the reasons of every kernel that was tried.
+        KernelError: No kernel supports the spec. The message lists the reasons of every kernel that was tried.
     """
     names = [name] if name != "auto" else candidates(spec)
     reasons = {kernel: _reasons(KERNELS[kernel], spec) for kernel in names}
@@ -78,23 +79,26 @@ def select(name: str, spec: BlockSpec, deterministic: bool | None = None) -> Ker
 
 
 def available(device: str) -> tuple[str, ...]:
-    """Return the names of the kernels that this rank can run on a device of that type. They may differ between ranks,
-    with the installed packages and the GPUs."""
+    """Return the names of the kernels that this rank can run on this type of device.
+
+    The result may differ between ranks with different installed packages or GPUs.
+    """
     specs = [BlockSpec(device, dtype, 1, 1, 64) for dtype in (torch.bfloat16, torch.float32)]
     return tuple(name for name, kernel in KERNELS.items() if not all(kernel.reasons(spec) for spec in specs))
 
 
 def candidates(spec: BlockSpec) -> list[str]:
-    """Return the names of the kernels that "auto" tries. On GPUs slow kernels must be requested by name: the dense
-    matrix of "reference" would use the memory that sequence parallelism saves. "chunked" is tried for a softcap, which
-    few kernels support.
+    """Return the names of the kernels that "auto" tries.
+
+    On GPUs, slow kernels must be requested by name, because the dense matrix of "reference" would use the memory that
+    sequence parallelism saves. On GPUs, "auto" tries "chunked" only for a softcap, which few kernels support.
     """
     slow = {"reference", "chunked"} - ({"chunked"} if spec.softcap else set())
     return [name for name in KERNELS if spec.device == "cpu" or name not in slow]
 
 
 def slowness(kernel: Kernel, spec: BlockSpec) -> str:
-    """Return why a kernel chosen by "auto" is slow for such blocks, and what to install; "" if it is not slow."""
+    """Return why a kernel selected by "auto" is slow for such blocks and what to install, or "" if it is not slow."""
     return next(filter(None, (slow(kernel, spec) for slow in SLOW)), "")
 
 

@@ -1,10 +1,10 @@
-"""Accumulators, to which the results of kernel launches are added.
+"""Accumulators that add up the results of kernel launches.
 
-An accumulator is initially empty. Then it holds the tensors that the kernel returned, in their dtypes. After a second
-result is added, it is in accum_dtype: fp32, or fp64 for fp64. Every tensor has its tokens on dim 1.
+An accumulator starts empty. After the first result, it holds the kernel's tensors in their own dtypes. After a second
+result, it is in accum_dtype (fp32, or fp64 for fp64). The token dimension of every tensor is dim 1.
 
-Results over disjoint keys are merged by an online softmax. An attention sink (gpt-oss) is one more score per head,
-whose value is 0. It is merged into (out, lse) once, after all partial results, and backward reads the merged tensors.
+Results over disjoint keys are merged by an online softmax. An attention sink (gpt-oss) is an additional score per head
+with value 0. The sink is merged into (out, lse) once, after all partial results, and backward reads the merged tensors.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from torch import Tensor
 from ...compiler.tiles.tiles import MERGED_AT_ONCE, Rows, Tile
 from .reference import Kernel
 
-# elements that torch's operations take at once on a device. Each temporary of theirs has 256 MiB in fp32 then: a merge
-# needs none of that size, a delta two, and an output from delta three
+# Number of elements that torch's operations process at once on a device. Each temporary then has 256 MiB in fp32: a
+# merge needs no such temporary, computing delta needs two, and computing out from delta needs three.
 AT_ONCE = 1 << 26
-# of add-ons: functions that return a namespace with `merge_`, `rowsum` and `out_with_rowsum`, each in one launch, where
-# these take a tensor, else None
+# Functions of add-ons. For a supported tensor, each returns a namespace with `merge_`, `rowsum` and `out_with_rowsum`,
+# which run in one launch each; otherwise None.
 FUSED: list[Callable[[Tensor], Any]] = []
 
 
 def fused(x: Tensor) -> Any:
-    """Return the namespace of fused ops that take x; None if there is none, so that torch's operations are used."""
+    """Return the namespace of fused ops that support x, or None if only torch's own operations do."""
     return next(filter(None, (ops(x) for ops in FUSED)), None)
 
 
 Tensors = tuple[Tensor, ...]
 INF = float("inf")
-CAUSAL = ("causal", "upper")  # kinds of launches that are causal for a kernel: "upper" in reverse order
+CAUSAL = ("causal", "upper")  # launch kinds that run as causal kernels, "upper" in reverse order
 
 
 class Accumulator:
-    """The accumulator of one block: tensors whose rows are `blank` until something is added.
+    """The accumulator of one block: tensors with the value `blank` in all rows to which nothing has been added.
 
     Args:
-        make: Returns uninitialized tensors in accum_dtype, in the memory that the result is sent from. It is called at
-            most once, and only if needed.
+        make: Function that returns uninitialized tensors in accum_dtype, in the memory from which the result is sent.
+            Called at most once, and only if needed.
     """
 
     blank: tuple[float, float] = (0.0, 0.0)
@@ -49,24 +49,25 @@ class Accumulator:
     def __init__(self, make: Callable[[], Tensors]) -> None:
         self._make = make
         self._held: Tensors | None = None
-        self._rows: Rows | None = None  # the only rows that the held tensors have; None: all
-        self._end = 0  # all rows from this one on are blank, and not yet written in the held tensors
-        self._materialized = False  # whether the held tensors are in memory of `make` or of a message
+        self._rows: Rows | None = None  # rows of the block that the held tensors cover; None: all rows
+        self._end = 0  # rows from here on are blank, and not yet written in the held tensors
+        self._materialized = False  # whether the held tensors use memory of `make` or of a message
 
     @property
     def held(self) -> Tensors | None:
-        """Return the held tensors; None while the accumulator is empty."""
+        """The held tensors, or None if the accumulator is empty."""
         return self._held
 
     @property
     def written(self) -> Tensors:
-        """Return the written rows of the held tensors."""
+        """The written rows of the held tensors."""
         return tuple(x if self._rows else x[:, : self._end] for x in self._held or ())
 
     def expect(self, rows: Rows) -> None:
-        """Prepare for an `add` to these rows, before the kernel is called. Rows that will be added to are cast to
-        accum_dtype now, so that both their copies, in the inputs' dtype and in accum_dtype, are never in memory
-        together with the kernel's result.
+        """Prepare for an `add` to these rows, before the kernel is called.
+
+        Rows that will be added to are cast to accum_dtype now. Otherwise, copies in both dtypes would be in memory at
+        the same time as the kernel's result.
         """
         if self._held is not None and rows.start < self._end:
             self._widen()
@@ -75,10 +76,10 @@ class Accumulator:
         """Add the tensors that a kernel returned.
 
         Args:
-            new: The tensors (B, size, ...), or (B, groups, size, ...) for several groups. The first tensors are held
-                without a copy, and may be changed later.
-            rows: Their rows in the block. Several groups may share rows.
-            tokens: The number of rows of the block.
+            new: Tensors (B, size, ...), or (B, groups, size, ...) for several groups. The first tensors added are held
+                without a copy, and may be modified later.
+            rows: Rows of these tensors in the block. Several groups may share rows.
+            tokens: Number of rows of the block.
         """
         if self._held is None and rows.groups == 1:
             self._held, self._rows, self._end = new, None if rows.all_of(tokens) else rows, rows.end
@@ -89,7 +90,7 @@ class Accumulator:
                 self._join(tuple(x[:, :, group_slice] if rows.groups > 1 else x for x in new), slice_rows, tokens)
 
     def _join(self, new: Tensors, rows: Rows, tokens: int) -> None:
-        """Add to rows that are all different. Blank rows are overwritten."""
+        """Add to rows without repetition, overwriting blank rows."""
         blank = rows.start >= self._end
         if not blank:
             self._widen()
@@ -106,8 +107,10 @@ class Accumulator:
         self._end = max(self._end, rows.end)
 
     def add_(self, *arrived: Tensor) -> None:
-        """Add another rank's partial result for all rows. Its tensors may be changed: if they are in accum_dtype, the
-        held tensors are added to them, and they become the held tensors.
+        """Add another rank's partial result for all rows, possibly modifying its tensors.
+
+        If the arrived tensors are in accum_dtype, the held tensors are added to them, and the arrived tensors become
+        the held tensors.
         """
         if self._held is None:
             self._held, self._materialized = arrived, True
@@ -120,7 +123,7 @@ class Accumulator:
         self._end = arrived[0].shape[1]
 
     def merge(self, *arrived: Tensor) -> None:
-        """Add another rank's partial result for all rows, without changing its tensors."""
+        """Add another rank's partial result for all rows, without modifying its tensors."""
         self._combine(self.settled(), arrived)
 
     def materialize(self) -> Tensors:
@@ -131,21 +134,22 @@ class Accumulator:
         return self._held or held
 
     def copy_into(self, targets: Tensors) -> None:
-        """Write the result into these tensors, in their dtype."""
+        """Write the result to the given tensors, in their dtypes."""
         for target, x in zip(targets, self.settled(), strict=True):
             target.copy_(x)
 
     def finish(self, *dtypes: torch.dtype | None) -> Tensors:
-        """Return the tensors in these dtypes (None: without a cast), contiguous and in separate memory.
+        """Return the tensors in the given dtypes (None: without a cast), contiguous and in separate memory.
 
-        Rows to which nothing was added are blank. A kernel's tensors that have the dtype are neither cast nor copied.
+        Rows to which nothing was added are blank. A kernel's tensors that already have the dtype are neither cast nor
+        copied.
         """
         if self._held is None or self._rows is not None:
             self._widen()
         self._write_blank()
         held = list(self._held or ())
         self._held = None
-        return tuple(_owned(held.pop(0), dtype, self._materialized) for dtype in dtypes)  # each freed before the next
+        return tuple(_owned(held.pop(0), dtype, self._materialized) for dtype in dtypes)  # frees each before the next
 
     def settled(self) -> Tensors:
         """Return the held tensors in accum_dtype, with all rows."""
@@ -159,7 +163,7 @@ class Accumulator:
             self._move(self._make(), materialized=True)
 
     def _move(self, targets: Tensors, materialized: bool = False) -> None:
-        """Copy the held tensors into these, which become the held tensors."""
+        """Copy the held tensors to the targets, which become the held tensors."""
         rows, held = self._rows or Rows(0, self._end), self._held
         self._held, self._rows, self._materialized = targets, None, materialized
         if held is None:
@@ -171,7 +175,7 @@ class Accumulator:
         self._end = rows.end
 
     def _write_blank(self, end: int | None = None) -> None:
-        """Write blanks into the blank rows before row `end`, or into all of them."""
+        """Fill the blank rows before row `end`, or all blank rows."""
         if self._held and self._end >= (self._held[0].shape[1] if end is None else end):
             return
         for x, value in zip(self._held or (), self.blank, strict=False):
@@ -189,7 +193,7 @@ class Accumulator:
 
 
 class Softmax(Accumulator):
-    """The accumulator (out, lse) of one block of queries: out (B, n, H, D) in any dtype, always in accum_dtype."""
+    """The accumulator (out, lse) of one query block: out (B, n, H, D) in any dtype, and lse always in accum_dtype."""
 
     blank = (0.0, -INF)
 
@@ -209,8 +213,9 @@ class Sum(Accumulator):
 
 
 def _owned(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
-    """Return x in the dtype (None: in its own), contiguous. `copy` is needed if tensors of one message share memory,
-    since results of an op must not.
+    """Return x contiguous and in the given dtype (None: unchanged).
+
+    `copy` is needed if tensors of one message share memory, since results of an op must not share memory.
     """
     if copy or dtype not in (None, x.dtype):
         return x.to(dtype or x.dtype, memory_format=torch.contiguous_format, copy=copy)
@@ -221,7 +226,9 @@ def _owned(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
 
 
 def _operand(x: Tensor, rows: Rows, upper: bool) -> Tensor:
-    """Return the rows of x in a kernel's form: groups joined to the batch, reversed for upper; a view if possible."""
+    """Return the rows of x in a kernel's format: groups are merged into the batch, and "upper" reverses rows; a view if
+    possible.
+    """
     if not upper and rows.size == x.shape[1]:
         return x
     x = rows.of(x)
@@ -231,14 +238,14 @@ def _operand(x: Tensor, rows: Rows, upper: bool) -> Tensor:
 
 
 def _result(x: Tensor, rows: Rows, upper: bool) -> Tensor:
-    """Return a kernel's result in the shape and order of the rows: the inverse of `_operand`."""
+    """Return a kernel's result in the shape and order of the rows, the inverse of `_operand`."""
     if upper:
         x = x.flip(1)
     return x.unflatten(0, (-1, rows.groups)) if rows.groups > 1 else x
 
 
 def _keywords(launch: Tile) -> dict[str, Any]:
-    """Return the arguments that only kernels with bands or windows take."""
+    """Return the arguments that only kernels with bands or windows have."""
     return (
         {"width": launch.width} if launch.kind == "band" else {"segments": launch.segments} if launch.segments else {}
     )
@@ -255,7 +262,7 @@ def forward(
         k: (B, Sk, Hkv, D), with a stride of 1 in the last dimension.
         v: (B, Sk, Hkv, D), with a stride of 1 in the last dimension.
         launches: The result of `compiler.tiles.launches.launches` for this kernel's support.
-        scale: The factor of q . k.
+        scale: Factor of q . k.
         into: The accumulator, a `Softmax`.
     """
     for launch in launches:
@@ -267,7 +274,7 @@ def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, launch: Tile, scale
     (rows, columns), upper = launch.sides, launch.kind == "upper"
     operands = (_operand(q, rows, upper), _operand(k, columns, upper), _operand(v, columns, upper))
     results = kernel.forward(*operands, launch.kind in CAUSAL, scale, **_keywords(launch))
-    del operands  # copies, where they are in reverse order
+    del operands  # operands in reverse order are copies
     return tuple(_result(x, rows, upper) for x in results)
 
 
@@ -279,12 +286,12 @@ def backward(
 
     Args:
         kernel: The kernel to call.
-        do: The gradient of out, with q's shape and dtype.
+        do: Gradient of out, with q's shape and dtype.
         q: As in `forward`.
         k: As in `forward`.
         v: As in `forward`.
-        out: The output of whole rows, not only of these launches, with q's shape and dtype.
-        lse: (B, Sq, Hq) in accum_dtype, of whole rows too.
+        out: Output of whole rows, not only of these launches, with q's shape and dtype.
+        lse: (B, Sq, Hq) in accum_dtype, also of whole rows.
         launches: As in `forward`.
         scale: As in `forward`.
         dq: A `Sum` of (dq,).
@@ -316,14 +323,14 @@ def _add_gradients(
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge (new_out, new_lse) into (out, lse), in place.
 
-    The two weights sum to 1 regardless of the rounding of the merged lse. A row that saw no key on either side keeps
-    out 0 and lse -inf.
+    The two weights sum to 1 regardless of the rounding of the merged lse. If a row sees no key on either side, its out
+    stays 0 and its lse stays -inf.
 
     Args:
         out: (B, S, H, D) in fp32, or fp64 for fp64 attention. There may be further dimensions before the last one.
         lse: (B, S, H) in the same dtype.
-        new_out: Of out's shape, in any dtype.
-        new_lse: Of lse's shape.
+        new_out: Tensor with out's shape, in any dtype.
+        new_lse: Tensor with lse's shape.
     """
     if ops := fused(out):
         ops.merge_(out, lse, new_out, new_lse)
@@ -334,22 +341,23 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 def _merge_(out: Tensor, new_out: Tensor, lse: Tensor, new_lse: Tensor) -> None:
     difference = _difference(lse, new_lse)
     out.mul_(torch.sigmoid(difference).unsqueeze(-1))
-    if new_out.is_cpu:  # where torch would copy it without being counted; on a device it casts each element it reads
+    if new_out.is_cpu:  # makes the copy that torch would make, but counted; devices cast without a copy
         new_out = new_out.to(out.dtype)
     out.addcmul_(new_out, torch.sigmoid(difference.neg_()).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
 
 
 def _difference(a: Tensor, b: Tensor) -> Tensor:
-    """Return a - b of two log-sum-exps, and 0 where both have no scores, since -inf - -inf is NaN."""
+    """Return the difference a - b of two log-sum-exps, or 0 if both are -inf, since -inf - -inf is NaN."""
     return (a - b).nan_to_num_()
 
 
 def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | None = None) -> None:
-    """Apply an elementwise in-place function to pieces of the tensors; the first tensor is the largest. So on CPUs the
-    function's temporaries, and torch's own if dtypes differ, take at most a 16th of the first tensor's size, and stay
-    in the caches. On devices, where a call may cost more than its elements, a piece has `AT_ONCE` elements. The last
-    dimension is not cut.
+    """Apply an elementwise in-place function to pieces of the tensors, of which the first is the largest.
+
+    On CPUs, the function's temporaries (and torch's own if dtypes differ) then take at most a 16th of the first
+    tensor's size, and fit in the caches. On devices, where a call may cost more than its elements, a piece has
+    `AT_ONCE` elements. The last dimension is not cut.
     """
     x = tensors[0]
     limit = limit or (max(MERGED_AT_ONCE, x.numel() // 16) if x.is_cpu else AT_ONCE)
@@ -368,12 +376,12 @@ def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | No
 def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Merge sinks into out and lse, in place.
 
-    The out of a row that saw no key stays 0. A sink of -inf changes nothing, and one of inf takes all weight.
+    If a row saw no key, its out stays 0. A sink of -inf changes nothing, and a sink of inf takes all weight.
 
     Args:
         out: (B, S, H, D) in any dtype.
         lse: (B, S, H) in accum_dtype.
-        sinks: (H,), or (B, S, H) with one per row.
+        sinks: (H,), or (B, S, H) with one sink per row.
     """
     sinks = sinks.to(lse.dtype)
     out.mul_(torch.sigmoid(_difference(lse, sinks)).unsqueeze(-1))
@@ -383,8 +391,8 @@ def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 def sinks_deltas(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return each row's sink weight, exp(sink - lse), times its delta, as (B, S, H).
 
-    A row's part of the sink's gradient is minus this, as for any key whose value is 0. If sink and lse are both -inf,
-    the row has neither key nor sink; if both are inf, its out and delta are 0.
+    The contribution of a row to the sink's gradient is minus this product, as for any key whose value is 0. If sink and
+    lse are both -inf, the row has neither key nor sink; if both are inf, its out and delta are 0.
 
     Args:
         delta: rowsum(do * out), (B, S, H).

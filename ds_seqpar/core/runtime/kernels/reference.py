@@ -1,6 +1,6 @@
-"""The protocol of a kernel, and two kernels in torch's own operations, for any device.
+"""The kernel protocol, and two kernels built from torch's own operations for any device.
 
-`Reference` computes the dense matrix of scores, and is the definition against which other kernels are tested. `Chunked`
+`Reference` computes the dense score matrix, and defines the results against which other kernels are tested. `Chunked`
 computes a few query rows at a time, for features that no fast kernel supports, such as a softcap.
 """
 
@@ -22,16 +22,16 @@ from ...compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
 class BlockSpec:
     """The blocks that a kernel must support."""
 
-    device: str  # a device type, such as "cuda"
-    dtype: torch.dtype  # of q, k and v
+    device: str  # device type, such as "cuda"
+    dtype: torch.dtype  # dtype of q, k and v
     q_heads: int
     kv_heads: int
     head_dim: int
-    softcap: float = 0.0  # the bound of scores, 0 for none
+    softcap: float = 0.0  # bound on scores; 0 for none
 
     @classmethod
     def of(cls, q: Tensor, kv_heads: int, softcap: float = 0.0) -> BlockSpec:
-        """Return the spec of q (batch, seq, q_heads, head_dim) and `kv_heads` key/value heads."""
+        """Return the spec for q (batch, seq, q_heads, head_dim) and `kv_heads` key/value heads."""
         return cls(q.device.type, q.dtype, q.shape[2], kv_heads, q.shape[3], softcap)
 
     @property
@@ -44,7 +44,10 @@ class BlockSpec:
 
 
 class Scores(NamedTuple):
-    """The score of a query and a key: x = scale * (q . k), or with a softcap softcap * tanh(x / softcap) (Gemma 2)."""
+    """The scores of a query and a key: x = scale * (q . k), or with a softcap, softcap * tanh(x / softcap) (Gemma 2).
+
+    A `softcap` of 0 means no softcap.
+    """
 
     scale: float
     softcap: float = 0.0  # 0 for none
@@ -53,16 +56,16 @@ class Scores(NamedTuple):
 class Kernel(Protocol):
     """Attention of one block, full or causal, and its gradient.
 
-    Implement this protocol to add a kernel, and pass an instance of it to `register`.
+    To add a kernel, implement this protocol and pass an instance to `register`.
 
     Attributes:
-        name: The name by which the configuration chooses the kernel.
-        support: What the kernel supports in addition to full and causal blocks:
+        name: The name by which configurations select the kernel.
+        support: The kernel's features beyond full and causal blocks:
 
-            - bands (`band`): both methods take one more argument, `width: int = 0`. If it is not 0, row i sees columns
+            - bands (`band`): both methods have an extra parameter `width: int = 0`. If it is not 0, row i sees columns
               i to i + width - 1, as far as they exist;
-            - windows (`windows`): both methods take one more argument, `segments: Segments | None = None`.
-        tolerance: For each dtype, the greatest max|a-b|/max|b| against fp64 that the conformance tests allow.
+            - windows (`windows`): both methods have an extra parameter `segments: Segments | None = None`.
+        tolerance: For each dtype, the maximum max|a-b|/max|b| against fp64 that the conformance tests allow.
         ran_on: The devices on which the conformance suite has passed.
     """
 
@@ -72,7 +75,7 @@ class Kernel(Protocol):
     ran_on: str
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        """Return the reasons why the kernel cannot take such blocks; an empty list if it can."""
+        """Return the reasons why the kernel does not support such blocks; an empty list means that it does."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -85,7 +88,7 @@ class Kernel(Protocol):
             k: (B, Sk, Hkv, D), in q's dtype.
             v: (B, Sk, Hkv, D), in q's dtype.
             causal: If True, row i sees columns 0 to i, otherwise all columns.
-            scale: The factor of q . k.
+            scale: Factor of q . k.
 
         Returns:
             (out, lse). out has q's shape and dtype. lse (B, Sq, Hq) is the log-sum-exp of each row's scores, in fp32
@@ -96,20 +99,20 @@ class Kernel(Protocol):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute one block's part of the gradients.
+        """Compute one block's contribution to the gradients.
 
         Args:
-            do: The gradient of out, (B, Sq, Hq, D) in q's dtype.
+            do: Gradient of out, (B, Sq, Hq, D) in q's dtype.
             q: As in `forward`.
             k: As in `forward`.
             v: As in `forward`.
             out: (B, Sq, Hq, D) in q's dtype: the result of *whole* rows, over the keys of all blocks.
-            lse: (B, Sq, Hq) in fp32 (fp64 for fp64), of whole rows too.
+            lse: (B, Sq, Hq) in fp32 (fp64 for fp64), also of whole rows.
             causal: As in `forward`.
             scale: As in `forward`.
 
         Returns:
-            (dq, dk, dv), of the shapes of q, k and v.
+            (dq, dk, dv), in the shapes of q, k and v.
         """
         ...
 
@@ -118,7 +121,7 @@ class Capping(Kernel, Protocol):
     """A kernel that can cap scores."""
 
     def capped(self, softcap: float) -> Kernel:
-        """Return the same kernel with a softcap, as in `Scores`."""
+        """Return the same kernel with a softcap, as defined in `Scores`."""
         ...
 
 
@@ -134,7 +137,7 @@ class Reference:
     support = PLAIN_KERNEL
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     ran_on = "CPU"
-    max_scores = sys.maxsize  # scores in memory at once
+    max_scores = sys.maxsize  # maximum number of scores in memory at once
 
     def __init__(self, softcap: float = 0.0) -> None:
         self.softcap = softcap
@@ -170,28 +173,28 @@ class Reference:
 
 
 class Chunked(Reference):
-    """The reference without its dense matrix. Its temporaries do not grow with the product of lengths."""
+    """The reference kernel without the dense matrix: its temporaries do not grow with the product of lengths."""
 
     name = "chunked"
-    max_scores = 1 << 22  # 16 MiB in fp32; one row may have more
+    max_scores = 1 << 22  # 16 MiB in fp32; a single row may exceed the limit
 
 
 def is_deterministic() -> bool:
-    """Return whether torch is set to refuse nondeterministic operations. Some kernels are nondeterministic."""
+    """Return whether torch rejects nondeterministic operations, which rules out some kernels."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, softcap: float, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Compute `Kernel.forward`, with results in fp32 (fp64 for fp64).
+    """Compute `Kernel.forward` with results in fp32 (fp64 for fp64).
 
     Args:
-        first: The number of q's first row, which sees columns 0 to `first` if causal.
+        first: Row number of q's first row, which sees columns 0 to `first` if causal.
     """
     scores = _scores(q, k, causal, scale, softcap, first)
     lse = torch.logsumexp(scores, dim=-1)
-    # not exp(scores - lse): that sums to 1 up to the rounding of lse only, and so would delta in backward
+    # not exp(scores - lse), because the rounding of lse would distort the sum of weights, and delta in backward
     out = torch.einsum("bkgqs,bskd->bqkgd", torch.softmax(scores, dim=-1), _wide(v))
     return rearrange(out, "b q k g d -> b q (k g) d"), rearrange(lse, "b k g q -> b q (k g)")
 
@@ -200,7 +203,7 @@ def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, scale: float, softcap: float, first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute `Kernel.backward`, with results in fp32 (fp64 for fp64). `first` is as for `attend`."""
+    """Compute `Kernel.backward` with results in fp32 (fp64 for fp64). `first` has the same meaning as in `attend`."""
     heads = k.shape[2]
     scores = _scores(q, k, causal, scale, softcap, first)
     p = torch.exp(scores - rearrange(lse, "b q (k g) -> b k g q 1", k=heads))
@@ -208,7 +211,7 @@ def gradients(
     delta = rearrange((do_ * out_).sum(-1), "b q k g -> b k g q 1")
     dv = torch.einsum("bkgqs,bqkgd->bskd", p, do_)
     ds = p * (torch.einsum("bqkgd,bskd->bkgqs", do_, _wide(v)) - delta) * scale
-    if softcap:  # the derivative of the cap; what is masked has none
+    if softcap:  # derivative of the softcap, 0 for masked scores
         ds = ds * torch.where(scores.isneginf(), 0.0, 1.0 - (scores / softcap).square())
     dq = torch.einsum("bkgqs,bskd->bqkgd", ds, _wide(k))
     return rearrange(dq, "b q k g d -> b q (k g) d"), torch.einsum("bkgqs,bqkgd->bskd", ds, q_), dv
@@ -219,12 +222,14 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """Group query heads by key/value head: (B, q, Hq, D) -> (B, q, Hkv, Hq / Hkv, D) in fp32 (fp64 for fp64)."""
+    """Return x (B, q, Hq, D) with query heads grouped by key/value head: (B, q, Hkv, Hq / Hkv, D) in fp32 (fp64 for
+    fp64).
+    """
     return rearrange(_wide(x), "b q (k g) d -> b q k g d", k=kv_heads)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, softcap: float, first: int) -> Tensor:
-    """Return the scores (B, Hkv, Hq / Hkv, Sq, Sk), -inf where a row does not see a column."""
+    """Return the scores (B, Hkv, Hq / Hkv, Sq, Sk), with -inf for columns that a row does not see."""
     scores = torch.einsum("bqkgd,bskd->bkgqs", _grouped(q, k.shape[2]), _wide(k)) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
@@ -235,7 +240,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, softcap: float, fi
 
 
 def _row_pieces(q: Tensor, k: Tensor, causal: bool, max_scores: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows, the columns that they see), each with at most `max_scores` scores, but at least one row."""
+    """Yield slices of rows and the columns that they see: at most `max_scores` scores, but at least one row."""
     rows, columns = q.shape[1], k.shape[1]
     size = max(1, max_scores // (q.shape[0] * q.shape[2] * columns))
     for start in range(0, rows, size):
