@@ -157,7 +157,8 @@ class SequenceParallelConfig:
     memory. With a `seq_len`, `"auto"` uses the devices and hosts that the ranks detect."""
     memory: Literal["given", "auto"] = "given"
     """With `"auto"`, plan the fastest choice of `head_chunks`, `recompute_attention`, `save_qkv_after_all_to_all`,
-    `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits in memory. Settings that are given keep their values."""
+    `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits in memory. Settings that are given keep their
+    values."""
     agreement: Literal["auto", "always"] = "auto"
     """When ranks check that they are about to run the same call. On CPUs, `"auto"` checks before a call sends anything.
     On accelerators, `"auto"` checks before the call only if it differs from all earlier calls. The remaining calls are
@@ -170,7 +171,8 @@ class SequenceParallelConfig:
     latent_attention: Literal["auto", "expanded", "latent"] = "auto"
     """What latent attention (MLA) sends for each token. `"latent"` sends the latent vector, which every receiving rank
     expands, and `"expanded"` sends expanded keys and values. `"auto"` sends the latent, unless the latent is no smaller
-    than keys and values, CP ranks have fewer tokens than the latent has elements, or there are several `head_chunks`."""
+    than keys and values, CP ranks have fewer tokens than the latent has elements, or there are several
+    `head_chunks`."""
     shared_prompts: Literal["auto"] | bool = "auto"
     """Whether to compute a prompt only once if several rows begin with it, in calls that request per-token numbers,
     such as those of trl's trainers. `"auto"` shares prompts if the model supports it and at least a tenth of the tokens

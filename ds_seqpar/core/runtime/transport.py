@@ -234,7 +234,7 @@ def _all_to_all_over_gloo(
 
 
 def _all_gather(received: Tensor, sent: Tensor, group: Group) -> list[Started]:
-    """Start an all-gather; over gloo, each rank sends to all others, because gloo's ring all-gather waits at each step."""
+    """Start an all-gather; over gloo, each rank sends to all others, since gloo's ring all-gather waits at each step."""
     if sent.device.type != "cpu":
         return [(ALL_GATHER(received, sent, group=group, async_op=True), None)]
     parts = received.view(dist.get_world_size(group), sent.numel()).unbind()
