@@ -81,9 +81,9 @@ class SequenceParallelConfig:
     lists them.
 
     Args:
-        schedule_options: Settings of the schedule, by name. They may also be passed as keywords.
+        schedule_options: Settings of the schedule by name, which may also be passed as keywords.
         auto_fields: Settings that `memory="auto"` must still choose, by default all memory settings that are not given.
-        **settings: The settings below, and those of schedules.
+        **settings: The settings below, and the settings of schedules.
 
     Raises:
         ConfigError: A setting does not exist, or its value is invalid regardless of other settings.
@@ -118,7 +118,7 @@ class SequenceParallelConfig:
     rank_order: AxisNames | Annotated[str, OneOf("rank_order", lambda: RANK_ORDERS)] = "auto"
     """Order of the axes over ranks, fastest-varying first: a list of axis names, or a preset. `"ulysses_intra"` (also
     the choice of `"auto"`) keeps the Ulysses all-to-all within a node. `"collectives_intra"` keeps a schedule's gathers
-    within a node, and `"ring_intra"` keeps its ring within a node (WallFacer)."""
+    within a node, and `"ring_intra"` keeps a schedule's ring within a node (WallFacer)."""
     comm_dtype: CommDtype = "fp32"
     """Dtype of partial outputs and gradients sent between ranks: `"fp32"` (fp64 for fp64 inputs) or `"bf16"`. fp16 is
     not available, because gradients of a mean loss over many tokens would vanish."""
@@ -127,24 +127,24 @@ class SequenceParallelConfig:
     head_chunks: Count = 1
     """Number of chunks into which attention divides the heads, at most the number of key/value heads. Chunks are
     computed one after the other, with buffers for a single chunk (Untied Ulysses). With `overlap`, Ulysses exchanges
-    run while another chunk is computed. With a `seq_len` or a `machine`, `"auto"` lets the planner choose. Otherwise,
-    `"auto"` selects the smallest number for which buffers take no more memory than q, k, v and out, among the numbers
-    that send no additional bytes."""
+    run while another chunk is computed. With a `seq_len` or a `machine`, `"auto"` lets the planner choose. Without a
+    planner, `"auto"` selects the smallest number of chunks for which buffers take no more memory than q, k, v and out,
+    among the numbers that send no additional bytes."""
     recompute_attention: bool = False
     """With activation checkpointing, run attention and its communication again in backward. If false, attention's
     results are kept, so attention runs once per step (DistFlashAttn)."""
     save_qkv_after_all_to_all: bool | Literal["auto"] = "auto"
-    """Save the q, k and v that forward received in the Ulysses all-to-all. If false, backward exchanges them again,
-    which is slower but needs less memory. `"auto"` means false only if there are several `head_chunks`, `overlap` is
-    off, and no checkpoint keeps attention's results."""
+    """Save the q, k and v that forward received in the Ulysses all-to-all. If false, backward exchanges q, k and v
+    again, which is slower but needs less memory. `"auto"` means false only if there are several `head_chunks`,
+    `overlap` is off, and no checkpoint keeps attention's results."""
     offload_checkpoints: bool = False
     """Move tensors saved by activation checkpoints to host memory until backward needs them."""
     mlp_tiles: Count = 1
     """Number of tiles into which a patched model divides a rank's tokens when computing MLPs and norms (ALST). With
-    `"auto"`, each rank chooses in each forward."""
+    `"auto"`, each rank chooses the number in each forward."""
     loss_tiles: Count = 1
     """Number of tiles into which a patched model divides a rank's tokens when computing logits and the loss. With
-    `"auto"`, each rank chooses in each forward."""
+    `"auto"`, each rank chooses the number in each forward."""
     seq_len: Count = "auto"
     """Number of tokens of the whole sequence for which `"auto"` settings are planned. With a `machine`, `"auto"` uses
     the maximum length that a Trainer's data set reports."""
@@ -160,10 +160,10 @@ class SequenceParallelConfig:
     `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits in memory. Settings that are given keep their
     values."""
     agreement: Literal["auto", "always"] = "auto"
-    """When ranks check that they are about to run the same call. On CPUs, `"auto"` checks before a call sends anything.
-    On accelerators, `"auto"` checks before the call only if it differs from all earlier calls. The remaining calls are
-    checked at the end of each step, where hosts wait for one another once. `"always"` checks before every call, on any
-    device."""
+    """When ranks check that they are about to run the same call. On CPUs, `"auto"` runs the check before a call sends
+    anything. On accelerators, `"auto"` runs the check before a call only if the call differs from all earlier calls.
+    All other calls on accelerators are checked at the end of each step, where hosts wait for one another once.
+    `"always"` runs the check before every call, on any device."""
     recurrent_layers: Literal["auto", "heads", "states"] = "auto"
     """How ranks share layers with a state, such as Mamba-2 layers. With `"heads"`, Ulysses ranks exchange heads, and CP
     ranks pass states to the next CP rank. With `"states"`, all ranks pass states to the next rank. `"auto"` selects the
@@ -182,8 +182,8 @@ class SequenceParallelConfig:
     `"auto"` divides media if a small copy of the model shows that the features of an item do not depend on other items.
     `true` raises an error if a model's media cannot be divided. With `false`, every rank computes all features."""
     prove: Literal["auto", "always", "never"] = "auto"
-    """Whether to compare the whole and the shared computation of a small copy of a transformers model before patching
-    the model. `"auto"` skips model families that the repository tests."""
+    """Whether to compare unsharded and sequence-parallel results on a small copy of a transformers model before
+    patching the model. `"auto"` skips model families that the repository tests."""
     doctor: bool = False
     """Whether `initialize` and the Trainer spend some seconds checking the job before the first step. The checks cover
     ranks, links, kernels, attention, and a small copy of the model with its loss, gradients and an optimizer step."""
@@ -191,8 +191,8 @@ class SequenceParallelConfig:
     """Maximum number of thread blocks, each occupying one SM, that a communication operation takes from concurrent
     products on NVIDIA GPUs. `"auto"` uses NCCL's own number, up to 32."""
     watchdog: Literal["end", "report"] = "end"
-    """What happens after ranks have waited for others for `watchdog_s` and a report has named the ranks that wait and
-    the ranks that are waited for. `"end"` ends the job, and `"report"` continues to wait."""
+    """What the watchdog does after it has reported which ranks have waited for which others for `watchdog_s` seconds.
+    `"end"` ends the job, and `"report"` continues to wait."""
     watchdog_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Number of seconds that a rank waits for other ranks before the watchdog acts. `"auto"` uses half of the process
     groups' timeout, but at least 60 seconds."""

@@ -1,8 +1,9 @@
 """The compiler: turns settings, mask and lengths into the program of one rank.
 
-Each stage caches its results by its inputs. The structure of a program specifies what is computed and moved, in which
-order, and in which slots. This structure depends on which blocks meet, which lengths do not affect under a causal or
-full mask. Lengths determine the number of tokens per slot and the tiles of each product.
+Each stage caches its results, with its inputs as keys. The structure of a program specifies what is computed and moved,
+in which order, and in which slots. The structure depends on which pairs of blocks meet, i.e. some query in the q block
+sees some key in the kv block. Under a causal or full mask, sequence lengths do not affect which blocks meet. Lengths
+determine the number of tokens per slot and the tiles of each product.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Recipe:
     def moving_side(self, direction: str, block_mask: BlockMask, sizes: Mapping[str, int]) -> str:
         """Return the configured moving side, or the side that "auto" selects.
 
-        "auto" selects the side for which the busiest rank receives the fewest bytes. On a tie, it selects the
+        "auto" selects the side for which the busiest rank receives the fewest bytes. On a tie, "auto" selects the
         schedule's first side if the block mask is plain, and otherwise the side with the smaller total over all ranks.
 
         Args:
@@ -68,8 +69,8 @@ class Recipe:
     ) -> list[float]:
         """Return the number of bytes that each rank receives.
 
-        If there is no block mask, or the schedule does not take it into account, every product that the schedule can
-        compute is assumed to be needed. `sizes` contains the bytes per block of each kind.
+        Without a block mask, or if the schedule ignores the mask, assume that every product that the schedule can
+        compute is needed. `sizes` contains the bytes per block of each kind.
         """
         if block_mask:
             steps = self.schedule.build(self.topology, block_mask, direction, moving_side)
@@ -150,7 +151,7 @@ class BoundProgram:
 
     @_kept
     def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
-        """Return the visible part of the product of some q and kv blocks."""
+        """Return the visible part of a product of q and kv blocks as tiles."""
         return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.support.square)
 
     @_kept
@@ -160,7 +161,7 @@ class BoundProgram:
 
     @_kept
     def most_keys(self) -> int:
-        """Return the maximum number of keys in any launch."""
+        """Return the maximum number of keys in a kernel launch."""
         products = {(x.q, x.kv) for x in self.program.code if isinstance(x, Product)}
         return max((tile.k1 - tile.k0 for product in products for tile in self.launches(*product)), default=0)
 
@@ -169,7 +170,7 @@ class BoundProgram:
 
     @_kept
     def unit_size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
-        """Return the number of elements of a unit in this slot, and the bytes that it occupies in the slot."""
+        """Return the number of elements of a unit, and the number of bytes that the unit occupies in this slot."""
         tokens, elements = self.tokens(kind, key), self._per_token[self.program.slots[slot].head_chunk][kind]
         return tokens * elements, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
 
@@ -183,7 +184,7 @@ class BoundProgram:
 
     @_kept
     def locations(self, slot: int, kind: str, key: Key) -> tuple[FieldLocation, ...]:
-        """Return the locations of a unit's tensors, as an object shared by units with the same number of tokens."""
+        """Return the locations of a unit's tensors; units with the same number of tokens share the returned object."""
         return self._locations(slot, self.tokens(kind, key))
 
     @_kept
@@ -200,7 +201,10 @@ class BoundProgram:
 
     @_kept
     def slot_bytes(self, slot: int) -> int:
-        """Return the size of a slot in bytes: the size of its largest unit, whose blocks are stored consecutively."""
+        """Return the size of a slot in bytes, which is the size of its largest unit.
+
+        The blocks of a unit are stored consecutively.
+        """
         kind, role, keys, _, exchange = self.program.slots[slot]
         if exchange:
             sizes = self.exchange_sizes(exchange)
@@ -214,7 +218,7 @@ class Compiler:
     """Compiles and caches the programs of one rank.
 
     An inner program covers one head chunk, without head exchanges. The program of a call covers all head chunks and
-    their exchanges. A bound program also includes lengths.
+    their exchanges. A bound program is a program for specific sequence lengths.
 
     Args:
         receive_ahead: Number of steps by which receives are posted early, as required by the transport (see `lower`).
@@ -230,7 +234,7 @@ class Compiler:
     def bound_inner(
         self, direction: str, mask: Mask, shards: Shards, shape: Shape, support: KernelSupport = PLAIN_KERNEL
     ) -> BoundProgram:
-        """Return an inner program bound to lengths. `shape` describes the inner tensors.
+        """Return an inner program for specific lengths. `shape` describes the inner tensors.
 
         Raises:
             ConfigError: The schedule does not support this mask for these shards.
@@ -246,7 +250,7 @@ class Compiler:
         self, direction: str, mask: Mask, shards: Shards, local: Shape, ulysses: UlyssesGroup, support: KernelSupport,
         head_chunks: int = 1, saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False,
     ) -> BoundProgram:  # fmt: skip
-        """Return the program of one attention call, bound to its lengths.
+        """Return the program of one attention call for specific lengths.
 
         Args:
             local: Shape of this rank's local tensors, which have all heads.
@@ -303,7 +307,7 @@ class Compiler:
 
 
 def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
-    """Return which pairs of blocks meet, i.e. some query in the q block sees some key in the kv block."""
+    """Return the pairs of blocks in which some query in the q block sees some key in the kv block."""
     q, kv = (
         [shards.runs(side, (block,)) for block in range(shards.size * shards.blocks_per_rank)] for side in ("q", "kv")
     )

@@ -31,7 +31,7 @@ from .transport import TorchComm
 
 
 def mask_of(causal: bool, mask: Mask | None) -> Mask:
-    """Return the mask, or if it is None, the mask for `causal`.
+    """Return `mask`, or the mask for `causal` if `mask` is None.
 
     If `causal` is not a bool, it is returned unchanged so that a later check can reject it.
     """
@@ -143,7 +143,7 @@ def agreement_op(
 ) -> Tensor:  # fmt: skip
     """Call `check_inputs` in a compiled graph.
 
-    Returns an empty tensor, which ops take as an argument if they must run after the check.
+    The result is an empty tensor. Ops that must run after the check take the empty tensor as an argument.
     """
     of = OPERATORS[operator]
     options = AttentionOptions(object_of(mask), shards_of(shards), scale, backward, lse, softcap, sinks, of)
@@ -309,7 +309,7 @@ def _is_positive(x: Any) -> bool:
 
 
 def check_shares(runtime: Runtime, tensors: Tensors, settings: CallSettings) -> None:
-    """Raise ConfigError, InputError or KernelError if the heads, length, mask, program or kernel do not fit.
+    """Raise ConfigError, InputError or KernelError if the heads, length, mask, program or kernel do not fit together.
 
     The kernel is checked here, before communication starts, because its package may be missing on only some ranks.
     """

@@ -52,7 +52,7 @@ def backward(
 ) -> list[Tensor]:  # fmt: skip
     """Compute backward from the tensors that `save` saved.
 
-    Returns the gradients of the operator's tensors (in the given shapes), and of sinks if there are any.
+    Returns the gradients of the operator's tensors, whose shapes are given, and of sinks if there are any.
     """
     operator, saves, inner = settings.operator, settings.saves, list(saved)
     local = {"do": do}
@@ -68,8 +68,8 @@ def save(
 ) -> None:
     """Save tensors for backward.
 
-    These are the sinks, the keys' common part, each head chunk's lse, and the inner tensors that forward returned. If
-    backward needs them, the local out and the operator's tensors are also saved.
+    The saved tensors are the sinks, the keys' common part, each head chunk's lse, and the inner tensors that forward
+    returned. If backward needs them, the local out and the operator's tensors are also saved.
 
     Args:
         tensors: Tensors of the operator.
@@ -86,8 +86,9 @@ def save(
 def gradients(
     ctx: Context, do: Tensor | None, compute: Callable[..., Sequence[Tensor]]
 ) -> tuple[Sequence[Tensor], Tensor | None]:
-    """Return the gradients of the operator's tensors and of sinks. `compute` receives do and the tensors that `save`
-    saved.
+    """Return the gradients of the operator's tensors and of sinks.
+
+    `compute` receives `do` and the tensors that `save` saved.
     """
     if do is None:  # out got no gradient on this rank, but may have got one on another rank
         do = torch.zeros(ctx.out[0], dtype=ctx.out[1], device=ctx.out[2])
@@ -108,7 +109,8 @@ class Attention(torch.autograd.Function):
     For few tokens, the overhead of a custom op takes as long as a kernel.
 
     In a checkpointed function, the second run replays the results of the first run. The replayed results may contain
-    delta (B, s, Hq) instead of out, since backward needs only delta. In that case, zeros are returned as out.
+    delta (B, s, Hq) instead of out, since backward needs only delta. If out is replaced by delta, `forward` returns
+    zeros as out.
     """
 
     @staticmethod
@@ -136,7 +138,7 @@ class Attention(torch.autograd.Function):
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """The identity on gradients, which raises if the gradients are differentiated.
+    """An identity function on gradients that raises if the gradients are differentiated.
 
     The first `saved` of `tensors` are the tensors that backward used; the rest are the gradients.
     """
@@ -154,11 +156,11 @@ class _WithoutDerivative(torch.autograd.Function):
 
 
 class LseWithoutGradient(torch.autograd.Function):
-    """The identity on an lse, which raises InputError if a gradient reaches the lse and would otherwise be lost
+    """An identity function on an lse that raises InputError if a gradient reaches the lse and would otherwise be lost
     silently.
 
-    `forward` receives the lse and the corresponding attention output. A gradient is rejected only if that output
-    requires a gradient.
+    `forward` receives the lse and the corresponding attention output. A gradient is rejected only if the attention
+    output requires a gradient.
     """
 
     @staticmethod

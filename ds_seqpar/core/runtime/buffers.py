@@ -2,14 +2,14 @@
 
 Each slot is one byte buffer, viewed as the tensors of its current unit.
 
-DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023). The
-functions here pack and unpack its messages; `transport` sends them. The first dimension of a message is tokens, and the
-heads of all tensors of one token are adjacent. The consecutive messages of all Ulysses ranks therefore form the CP
-rank's (tokens, batch, elements) without a copy, and the tensors are views. Each tensor is copied once: into an inward
-message, or out of an outward message. `compiler.sharding.heads` determines which heads each Ulysses rank receives. One
-copy serves a group of consecutive Ulysses ranks with the same number of heads; if ulysses_size divides the heads, one
-group contains all ranks. If several Ulysses ranks share a kv head (ulysses_size > Hkv), the head is sent to exactly
-those ranks, and its gradients are summed.
+DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023). This
+module packs and unpacks Ulysses messages, and `transport` sends the messages. The first dimension of a message is
+tokens, and the heads of all tensors of one token are adjacent. The consecutive messages of all Ulysses ranks therefore
+form the CP rank's (tokens, batch, elements) without a copy, and the tensors are views. Each tensor is copied once: into
+an inward message, or out of an outward message. `compiler.sharding.heads` determines which heads each Ulysses rank
+receives. One copy operation serves a group of consecutive Ulysses ranks with the same number of heads; if ulysses_size
+divides the heads, one group contains all ranks. If several Ulysses ranks share a kv head (ulysses_size > Hkv), the head
+is sent to exactly those ranks, and its gradients are summed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Buffers:
     """The buffers of a program's slots, allocated on first use and freed when the program frees the slot.
 
     Attributes:
-        viewed: For each slot, the locations and tensors of the unit as which the slot was last viewed.
+        viewed: For each slot, the locations and tensors of the slot's last view.
     """
 
     def __init__(self, bound: BoundProgram, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class Buffers:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return accum_dtype, in which results of `dtype` are summed: fp32, or fp64 for fp64."""
+    """Return accum_dtype, in which results of `dtype` are summed: fp64 if `dtype` is fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -116,8 +116,8 @@ def pack_in(tensors: Sequence[Tensor], layout: MessageLayout, buffer: Tensor) ->
     Args:
         tensors: Local tensors (B, s, H, D).
         layout: The message's layout.
-        buffer: The message (elements,) to fill. For each Ulysses rank, it contains (s, B, h * D of all tensors) with
-            the heads that the rank works on.
+        buffer: The message (elements,) to fill. For each Ulysses rank, the message contains (s, B, h * D of all
+            tensors) with the heads that the Ulysses rank works on.
     """
     batch, tokens = layout.batch, layout.tokens[layout.rank]
     for group, targets in zip(layout.shares.groups, _views_of_groups(buffer, layout), strict=True):
@@ -134,10 +134,10 @@ def _by_share(x: Tensor, span: slice, shape: tuple[int, ...]) -> Tensor:
 
 
 def split_in(received: Tensor, layout: MessageLayout) -> list[Tensor]:
-    """Return the tensors of a received inward exchange, as views.
+    """Return views of the tensors received in an inward head exchange.
 
     Args:
-        received: The message (elements,), i.e. (T, B, h * D of all tensors), where T is the number of tokens of all
+        received: A message of shape (elements,) or (T, B, h * D of all tensors), where T is the number of tokens of all
             Ulysses ranks.
         layout: The message's layout.
 
@@ -160,7 +160,7 @@ def join_out(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack_out(received: Tensor, layout: MessageLayout) -> list[Tensor]:
-    """Return the tensors of a received outward exchange.
+    """Return the tensors received in an outward head exchange.
 
     If Ulysses ranks share a head, their results for the head are summed in `sum_dtype`.
 
@@ -169,7 +169,7 @@ def unpack_out(received: Tensor, layout: MessageLayout) -> list[Tensor]:
         layout: The message's layout.
 
     Returns:
-        Each tensor (B, s, H, D), in its own memory.
+        The tensors (B, s, H, D), each in its own memory.
     """
     shares, batch, tokens = layout.shares, layout.batch, layout.tokens[layout.rank]
     views_of_groups, tensors, sums = _views_of_groups(received, layout), [], sum_dtype(received.dtype)

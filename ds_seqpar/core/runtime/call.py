@@ -1,7 +1,7 @@
-"""The tensors of one attention call, as inputs and results of the execution of its program.
+"""The tensors of one attention call: the inputs and results of its program.
 
 Local tensors are the caller's tensors: they have all heads of this rank's tokens. The inner tensors of a head chunk
-have some heads of all tokens of the CP rank. `compiler.program.ulysses` names their fields.
+have some heads of all tokens of the CP rank. `compiler.program.ulysses` names the fields of local and inner tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CallSettings(NamedTuple):
     layer: int | None = None  # layer index in a patched model, for guards
 
     def takes_common_off(self, dtype: torch.dtype, cp_size: int) -> bool:
-        """Return whether the keys' common part is subtracted, which all ranks answer identically.
+        """Return whether to subtract the keys' common part; all ranks return the same value.
 
         The common part is subtracted in fp32 if several results of a row may be merged: with several CP ranks, or with
         several tiles per product.
@@ -246,7 +246,8 @@ class BackwardCall(Call):
     """The backward of a call, with the gradients of the operator's tensors (and of sinks, if any) as results.
 
     Args:
-        local: The gradient do, the operator's parameters, and if needed its operands and out (or delta instead of out).
+        local: The gradient `do`, the operator's parameters, and if needed its operands and out (or delta instead of
+            out).
     """
 
     sinks_deltas: Tensor  # set inside a head chunk if there are sinks

@@ -1,4 +1,4 @@
-"""The parts in which forward and backward differ: their inner tensors, and the computation of a product."""
+"""The tensors and computations in which forward and backward differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Operands(NamedTuple):
 
 
 class Forward:
-    """The products of one head chunk: forward of q (B, n, Hq, D) with k and v (B, m, Hkv, D).
+    """The forward products of one head chunk, between q (B, n, Hq, D) and k and v (B, m, Hkv, D).
 
     The token dimension of all tensors is dim 1. The results are out, shaped like q, and lse (B, n, Hq) in accum_dtype.
     """
@@ -86,7 +86,7 @@ class Forward:
 
 
 class Backward(Forward):
-    """The backward of `Forward`, given the output's gradient do and forward's out and lse. The results are dq, dk and
+    """The backward of `Forward`, given the output's gradient `do` and forward's out and lse. The results are dq, dk and
     dv.
 
     A query block is sent with delta = rowsum(do * out) instead of out; delta has 1/D of out's size (BurstAttention,
@@ -141,7 +141,7 @@ def is_delta(out: Tensor) -> bool:
 
 
 def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return delta (B, n, H), the sum of do * out over head_dim, in `dtype`.
+    """Return delta (B, n, H), the sum of `do * out` over head_dim, in `dtype`.
 
     Without a fused op, the sum is computed piece by piece, so that no whole tensor is copied to `dtype`.
     """
@@ -157,17 +157,17 @@ def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
-    """Return a substitute for out with the same rowsum: do * delta / |do|^2, and 0 in rows where do is 0.
+    """Return a substitute for out with the same rowsum: `do * delta / |do|^2`, and 0 in rows where `do` is 0.
 
-    The rowsum with do is all that a backward kernel computes from out. Each row of do is first divided by its maximum,
-    since |do|^2 underflows in fp32.
+    The rowsum with `do` is all that a backward kernel computes from out. Each row of `do` is first divided by its
+    maximum, since `|do|^2` underflows in fp32.
 
     Args:
         do: (B, n, H, D).
         delta: (B, n, H) in accum_dtype.
 
     Returns:
-        (B, n, H, D) in do's dtype.
+        (B, n, H, D) in the dtype of `do`.
     """
     if ops := fused(do):
         return ops.out_with_rowsum(do, delta)

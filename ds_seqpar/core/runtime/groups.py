@@ -3,11 +3,11 @@
 A rank creates only the groups that it belongs to, so their number does not grow with the world size. Groups with the
 same ranks are created once, and no group is created for a single rank.
 
-torch's `new_group` requires every rank of the world to create every group. With `use_local_synchronization=True` it
-does not, but then derives the group's name from the number of groups on this rank. That number may differ between
-members, which would then wait for one another forever. The number can also recur after a group was freed, with old
-addresses still in the store. The groups here are therefore named by three parts: a set number on which the world
-agrees, the purpose, and the first rank.
+torch's `new_group` requires every rank of the world to create every group. With `use_local_synchronization=True`, only
+members create a group, but torch then names the group by the number of groups on the rank. If that number differs
+between members, they wait for one another forever. The number can also recur after a group was freed, with old
+addresses still in the store. Group names in this module therefore consist of the number of the set of groups (on which
+the world agrees), the purpose, and the first rank.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class Groups:
     def one_ring(self) -> Groups:
         """The groups of a schedule that runs on all ranks of the sequence, without Ulysses.
 
-        The first access is collective over these ranks. NCCL runs the operations of a group one after the other. Layer
-        messages therefore avoid the group of the whole job, where they would queue behind ZeRO's prefetched gathers.
+        The first access is collective over all ranks of the sequence. NCCL runs the operations of a group one after the
+        other. Layer messages therefore avoid the group of the whole job, where they would queue behind ZeRO's
+        prefetched gathers.
         """
         assert self.sp is not None
         size = self.sp.size()
@@ -120,7 +121,7 @@ class Groups:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Free the groups without device communicators, since nothing uses them any more, not even a later backward.
 
-        NCCL groups are not freed, because other ranks may not be freeing them now.
+        NCCL groups are not freed, because other ranks may not free them at the same time.
         """
         if not is_finalizing():
             groups = [group for group in vars(self).get("made", ()) if communicator_device(group) is None]
@@ -134,8 +135,8 @@ FREE_TIMEOUT = 5.0  # maximum seconds to wait for the threads of groups
 def free(groups: list[Group]) -> None:
     """Free all groups in the list, and clear the list. Nothing else may reference the groups.
 
-    An operation that never completed keeps its group's thread alive until it times out. This function does not wait for
-    such threads.
+    An operation that never completed keeps its group's thread alive until the operation times out. This function does
+    not wait for such threads.
     """
     for number in range(len(groups)):
         with contextlib.suppress(ValueError):  # already destroyed, together with the group of all ranks
@@ -156,9 +157,9 @@ def create(
         rank: This rank.
         world: The group returned by `control_world`.
         max_ctas: See `compat.nccl_options`.
-        meeting: Returns a context manager for creating gloo groups.
-        of: Groups of the same sequences for another topology with the same SP rank numbers. The new object reuses its
-            groups of all ranks that share a sequence; they are freed with `of`.
+        meeting: Function that returns a context manager for creating gloo groups.
+        of: Groups of the same sequences for another topology with the same SP rank numbers. The groups of all ranks of
+            a sequence in `of` are reused, and are freed with `of`.
     """
     maker = _Maker(rank, world, max_ctas)
     sp_axes = ("ulysses", *topology.cp_axes)
@@ -197,7 +198,8 @@ def create(
 def device_mesh(topology: Topology, groups: Groups, device: torch.device) -> DeviceMesh:
     """Return all ranks as a device mesh with the dims "dp", "cp" and "ulysses". Collective over all ranks.
 
-    The dims "cp" and "ulysses" use attention's groups. "dp" and dims of one rank get a new group, freed with `groups`.
+    The dims "cp" and "ulysses" use attention's groups. The dim "dp" and all dims of size 1 get new groups, which are
+    freed with `groups`.
 
     Raises:
         ConfigError: The rank order differs from torch's numbering of the ranks in a dim.

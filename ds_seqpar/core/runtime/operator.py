@@ -1,4 +1,4 @@
-"""Operators: which tensors attention checks, sends, and passes to the computation of a block.
+"""Operators, which define the tensors that attention checks, sends and computes with.
 
 An add-on can define its own `Operator` and register it.
 """
@@ -28,14 +28,14 @@ class Operator:
         name: Name in messages and in compiled graphs.
         operands: Names of q and of the key/value tensors, the latter in the order of `kv` of the shape. Operands are
             local tensors (B, s, heads, width), and their blocks are sent between ranks.
-        parameters: Names of further tensors, which are complete on every rank and have q's heads on dim 0. Their
-            gradients must be summed over ranks.
+        parameters: Names of further tensors, which are complete on every rank and have q's heads on dim 0. The
+            gradients of parameters must be summed over ranks.
         dims: Number of dims of each tensor, as passed by the caller.
         is_linear: Whether adding a vector to all keys adds the vector's product with q to the scores, so that the
             vector can be subtracted (see `dense`).
         kind: Class of the shape.
         forward: Class that computes the blocks of a head chunk.
-        backward: Class that computes the gradients of these blocks.
+        backward: Class that computes the gradients of a head chunk's blocks.
     """
 
     name = "attention"
@@ -55,7 +55,7 @@ class Operator:
     def has_common(self, dtype: torch.dtype) -> bool:
         """Return whether forward's results contain the keys' common part, which is 0 if nothing was subtracted.
 
-        The answer depends only on the dtype, since a compiler needs it without the mask.
+        The result depends only on the dtype, because torch.compile needs the result without the mask.
         """
         return self.is_linear and dtype == torch.float32
 
@@ -150,7 +150,7 @@ def unreadable(x: object) -> str:
 def check_derivatives(*tensors: Tensor) -> None:
     """Raise InputError under forward-mode differentiation and torch.func transforms, which attention does not support.
 
-    Under torch.compile nothing is checked, since the compiler itself rejects them.
+    Under torch.compile, nothing is checked, since the compiler itself rejects unsupported kinds of differentiation.
     """
     if not torch.compiler.is_compiling() and (error := derivatives_error(*tensors)):
         raise error

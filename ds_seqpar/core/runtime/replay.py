@@ -1,4 +1,4 @@
-"""Hook for activation checkpoints: the first run of a function computes results, and the second run replays them."""
+"""Hook for activation checkpoints, in which the second run of a function replays the results of the first run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Replay:
         return False
 
     def once(self, compute: Callable[[], Sequence[Tensor]], replays: Callable[[], object]) -> Tensors:
-        """Return the result of `compute`, or the result saved by the first run, after calling `replays`."""
+        """Return the result of `compute`, or call `replays` and return the result that the first run saved."""
         return tuple(compute())
 
 

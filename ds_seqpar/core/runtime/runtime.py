@@ -36,10 +36,10 @@ MOST_ADMITTED = 16  # number of checked inputs to remember
 
 
 class Runtime:
-    """The settings of one rank, its rank in each group, and its communication.
+    """One rank's settings, its rank in each group, and its communication.
 
     Args:
-        of: Runtime whose guards and observers this runtime shares; None creates new lists.
+        of: Runtime that shares its guards and observers with this runtime; None creates new lists.
 
     Attributes:
         rank: The CP rank.
@@ -51,7 +51,7 @@ class Runtime:
         handle: Handle of this object, for custom ops.
         guards: Guards that are notified of calls.
         observers: Observers that are notified of program executions.
-        fewest_head_chunks: Function that chooses the number of head chunks for "auto" by memory. Its arguments are the
+        fewest_head_chunks: Function that chooses the number of head chunks for "auto" by memory. The arguments are the
             recipe, the Ulysses size, the local shape, the mask, the shards, the kernel setting, and whether tensors are
             on a GPU.
     """
@@ -115,7 +115,7 @@ class Runtime:
     def bound(
         self, direction: str, q: Tensor, shapes: Sequence[Sequence[int]], settings: CallSettings
     ) -> tuple[BoundProgram, Kernel]:
-        """Return the program for a rank's local tensors, and the kernel for the program.
+        """Return the program for a rank's local tensors, and the kernel that the program calls.
 
         Args:
             direction: "forward" or "backward".
@@ -181,8 +181,8 @@ class Runtime:
         """Compute backward for a rank's local tensors.
 
         Args:
-            local: The gradient do, the operator's parameters, and its operands and out if forward did not save the
-                inner tensors.
+            local: The gradient `do`, the operator's parameters, and its operands and out if forward did not save inner
+                tensors.
             shapes: Shapes of all tensors of the operator.
             sinks: The sinks that forward received.
             saved: Tensors that forward saved.

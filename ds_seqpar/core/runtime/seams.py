@@ -41,7 +41,9 @@ class Guard:
     """An object that is notified of calls while it is in `Runtime.guards`."""
 
     def admit(self, inputs: Inputs, error: SeqParError | None) -> SeqParError | None:
-        """Check the inputs of a call, after the guards earlier in the list. Collective if the call is collective.
+        """Check the inputs of a call. Guards run in list order.
+
+        This method is collective if the call is collective.
 
         Args:
             error: Error from earlier checks if this rank cannot compute the call, otherwise None.

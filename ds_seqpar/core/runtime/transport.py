@@ -37,7 +37,7 @@ class Handle(Protocol):
 
 
 class Comm(Protocol):
-    """The transport used by the execution of a program."""
+    """The transport that a program uses during execution."""
 
     received: Counter  # number of elements received from other ranks, by kind
     # minimum number of steps by which receives are posted before their sends in plans with overlap; see
@@ -62,7 +62,7 @@ class Comm(Protocol):
             kind: Kind of the units, for counting.
             elements: Number of elements received from other ranks, for counting.
             sent: Bytes of this rank.
-            received: Buffer for the bytes of all ranks, in the order of `order`.
+            received: Buffer for the bytes of all ranks, in the rank order that `order` returns.
         """
         ...
 
@@ -75,8 +75,8 @@ class Comm(Protocol):
             ranks: CP ranks that take part.
             kind: Kind of the units, for counting.
             elements: Number of elements received from other ranks, for counting.
-            sent: Bytes for each rank, in the order of `order`.
-            received: Buffer for the bytes from each rank, in the order of `order`.
+            sent: Bytes for each rank, in the rank order that `order` returns.
+            received: Buffer for the bytes from each rank, in the rank order that `order` returns.
             sizes: Numbers of bytes sent to, and received from, each rank.
         """
         ...
@@ -106,7 +106,7 @@ class Communication:
     """A context manager that converts a failed communication to a CommunicationError with the backend's reason.
 
     Args:
-        what: The operation, used as the subject of the error's sentence.
+        what: Name of the operation, used as the subject of error messages.
         group: The group that communicates; None for this rank alone.
 
     Attributes:
@@ -125,7 +125,7 @@ class Communication:
             raise CommunicationError(f"{self.what} {self.reason(str(error))}") from error
 
     def reason(self, message: str) -> str:
-        """Return the rest of the error's sentence. `message` is the backend's error message."""
+        """Return the predicate of the error message, given the backend's `message`."""
         return f"failed: {message.splitlines()[0] if message else 'without a reason'}"
 
 
@@ -234,7 +234,10 @@ def _all_to_all_over_gloo(
 
 
 def _all_gather(received: Tensor, sent: Tensor, group: Group) -> list[Started]:
-    """Start an all-gather; over gloo, each rank sends to all others, since gloo's ring all-gather waits at each step."""
+    """Start an all-gather. Over gloo, each rank sends to all others.
+
+    gloo's own all-gather is a ring that waits at every step.
+    """
     if sent.device.type != "cpu":
         return [(ALL_GATHER(received, sent, group=group, async_op=True), None)]
     parts = received.view(dist.get_world_size(group), sent.numel()).unbind()
@@ -256,14 +259,16 @@ PAIRS = 16  # maximum group size for connecting every pair up front, since each 
 
 
 def connected_to(rank: int, size: int) -> list[int]:
-    """Return the group members that a member connects to up front: all members, or only neighbors and opposite members."""
+    """Return the group members that a member connects to up front.
+
+    In large groups, these are only its neighbors and the members half a group away; in small groups, all members.
+    """
     distances = range(1, size) if size <= PAIRS else (1, size // 2, -(-size // 2), size - 1)
     return sorted({(rank + distance) % size for distance in distances})
 
 
 def connect(group: Group, communication: type[Communication]) -> None:
-    """Exchange one byte between connected members of a group, both ways in one batch, if the group has device
-    communicators.
+    """Connect the members of a group with device communicators by exchanging one byte both ways, in a single batch.
 
     NCCL connects two members on their first message, and the host waits for the connection. Members half a group apart
     connect in both directions at once, so the batch must contain both directions on both members.
@@ -376,7 +381,7 @@ class TorchComm:
 class OneRing(TorchComm):
     """The transport of a second schedule, which runs on all ranks of the sequence.
 
-    It shares the groups and counts of the configured transport.
+    `OneRing` shares the groups and counts of the configured transport.
     """
 
     first_tag = 0x7800  # may use the group of all ranks, so avoids the tags of agreements and exchanges

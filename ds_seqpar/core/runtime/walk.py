@@ -71,9 +71,10 @@ class Walk:
         self.at, self.entered = 0, False
 
     def run(self) -> list[Tensor]:
-        """Execute all instructions, and return the call's results. Only for real ranks, because waits block.
+        """Execute all instructions, and return the call's results.
 
-        An error reports its location in the program: the step, the steps before and after it, and the ranks involved.
+        Only real ranks can call this method, because waits block. An error reports its location in the program: the
+        step, the steps before and after it, and the ranks involved.
         """
         device_type, count = self.call.device.type, len(self.program.code)
         self.observers = [x for x in self.observers if x.begin(self)]
@@ -204,7 +205,7 @@ class Walk:
         self.work.product(q, kv, instruction.q_slot, launches, results)
 
     def accumulator(self, unit: Unit, slot: int) -> Accumulator:
-        """Return the accumulator of a unit, which moves to the slot when it must be in accum_dtype."""
+        """Return the accumulator of a unit, which uses the slot's memory as soon as it must be in accum_dtype."""
         if unit not in self.results:
             buffers = self.buffers
             self.results[unit] = self.work.accumulator(unit[0], lambda: buffers.tensors(slot, unit))
@@ -229,8 +230,8 @@ class Walk:
     def scatter_start(self, instruction: op.ScatterStart) -> None:
         """Start an all-to-all of partial results, which the receivers merge.
 
-        The all-to-all transfers as many bytes as a reduce-scatter, but allows our own reduction. The local partial
-        result is not sent, so it is not rounded to comm_dtype.
+        The all-to-all transfers as many bytes as a reduce-scatter, but lets receivers use our own reduction. The local
+        partial result is not sent, so it is not rounded to comm_dtype.
         """
         reduce, kind, rank = instruction.collective, instruction.collective.kind, self.program.rank
         blocks, local_key = reduce.blocks, reduce.key_of(rank)

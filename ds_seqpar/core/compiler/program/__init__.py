@@ -1,1 +1,1 @@
-"""The program of a rank: instructions over slots for the rank's steps, including the Ulysses head exchanges."""
+"""The program of a rank: its steps as instructions over slots, including the Ulysses head exchanges."""

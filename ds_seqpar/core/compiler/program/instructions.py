@@ -78,7 +78,7 @@ class GatherStart(NamedTuple):
 
 
 class Assemble(NamedTuple):
-    """Sort a gathered operand by position."""
+    """Sort the tokens of a gathered operand by position."""
 
     step: int
     collective: Collective
@@ -156,8 +156,8 @@ class Finish(NamedTuple):
 class HeadExchange(NamedTuple):
     """Tensors of a head chunk that Ulysses ranks exchange in one all-to-all.
 
-    The inward direction turns this rank's tokens with all heads of the head chunk into all tokens of the CP rank with
-    this rank's share of the heads. The outward direction does the reverse.
+    Inward, each rank exchanges its own tokens with all heads of the head chunk for all tokens of the CP rank with a
+    share of the heads. Outward, the exchange is reversed.
     """
 
     head_chunk: int
@@ -213,7 +213,7 @@ class Leave(NamedTuple):
 
 
 class UnpackHeads(NamedTuple):
-    """Copy results from an outward exchange to their heads of the caller's tokens."""
+    """Copy results received in an outward exchange into the corresponding heads of the caller's tensors."""
 
     step: int
     exchange: HeadExchange
@@ -326,8 +326,8 @@ class Program:
     def where(self, at: int, around: int = 2) -> str:
         """Describe the position of instruction number `at` for error messages.
 
-        The text contains the instruction's step, `around` steps before and after it, and the ranks that take part in
-        the step.
+        The description contains the instruction's step, the `around` steps before and after that step, and the ranks
+        that take part.
         """
         step = self.code[at].step
         peers = sorted(

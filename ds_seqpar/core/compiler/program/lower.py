@@ -27,8 +27,8 @@ def lower(
     """Return the program of one rank.
 
     Args:
-        comm_in_accum_dtype: Whether results are sent in accum_dtype. If so, the accumulator is added into the buffer of
-            a received result, and the sum is sent from the same buffer.
+        comm_in_accum_dtype: Whether results are sent in accum_dtype. If True, a rank adds its accumulator to the
+            received result in place, and sends the sum from the same buffer.
         blocks_per_rank: Number of blocks that each rank owns.
         ahead: Number of steps by which receives are posted early; 0 posts each receive in the step of its send.
     """
@@ -105,7 +105,7 @@ class _Lowering:
         """Post the moves that are due together, except receives posted earlier, and return the arrivals to wait for.
 
         Args:
-            group: The step of the moves, the role of their receive buffers, and `within`.
+            group: Tuple (step of the moves, role of the receive buffers, within).
             sends: This rank's sends among the moves, each with its buffer.
         """
         early = self.posted.pop(group, None)

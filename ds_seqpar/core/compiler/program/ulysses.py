@@ -1,10 +1,11 @@
 """Ulysses head exchanges and head chunks, as instructions around the programs of the CP ranks.
 
-An all-to-all among neighboring ranks, the Ulysses ranks, gives each of them a share of the heads for all their tokens
-(DeepSpeed Ulysses, Jacobs et al., 2023). A head chunk is a subset of the heads. Computing one head chunk at a time
-ensures that the inner tensors of all heads never exist simultaneously (Untied Ulysses).
+Neighboring ranks (the Ulysses ranks) exchange tokens for heads in an all-to-all (DeepSpeed Ulysses, Jacobs et al.,
+2023). Each Ulysses rank then has all tokens of its group, but only a share of the heads. A head chunk is a subset of
+the heads. Computing one head chunk at a time avoids holding the inner tensors of all heads in memory at once (Untied
+Ulysses).
 
-Forward exchanges q, k and v inward, then out (and lse, if requested) outward. Backward exchanges do inward, plus the
+Forward exchanges q, k and v inward, then out (and lse, if requested) outward. Backward exchanges `do` inward, plus the
 tensors that forward did not save: q, k and v again, and delta = rowsum(do * out) instead of out. Backward then
 exchanges dq, dk and dv outward.
 
@@ -71,7 +72,7 @@ class Heads:
         return rules.heads_of_ulysses_rank(*self.head_chunks[head_chunk].counts, *self.ulysses)
 
     def of_head_chunk(self, head_chunk: int, side: str) -> slice:
-        """Return the head chunk's slice of all heads of a side."""
+        """Return the slice of a side's heads that belongs to the head chunk."""
         return self.head_chunks[head_chunk].kv if side == "kv" else self.head_chunks[head_chunk].q
 
 
@@ -119,7 +120,7 @@ def call_program(
         together: Whether one exchange can carry all operands.
         lse: Whether the lse of local tokens is returned to the caller.
         overlap: Whether to receive the operands of the next head chunk, and to send the results of the previous head
-            chunk, during the products of the current one. If False, every exchange is waited for immediately.
+            chunk, during the current head chunk's products. If False, the program waits for every exchange immediately.
         kv: Names of the key/value tensors.
     """
     builder, direction, overlap = _CallBuilder(ulysses_size), inner[0].direction, overlap and len(inner) > 1
@@ -213,7 +214,7 @@ class _CallBuilder:
         self.add(op.UnpackHeads(self.end_step(start), start.exchange, start.received), start.received)
 
     def end_step(self, start: op.ExchangeStart) -> int:
-        """Return the step in which an exchange ends: its start step, or a new step if others have begun since."""
+        """Return the step in which an exchange ends: its start step, or a new step if another has begun since."""
         if start.step == len(self.words) - 1:
             return start.step
         text = f"{start.exchange.words} has been exchanged"

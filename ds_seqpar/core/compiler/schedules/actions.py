@@ -1,15 +1,16 @@
 """The actions of a schedule as data: products of blocks, and moves of operands and results between ranks.
 
-Blocks are numbered by the CP rank that owns them. With one block per rank, rank p owns block p. With several, rank p
-owns the blocks `owned(p, blocks_per_rank)`, in order of position. A *key* is a sorted tuple of block numbers: one
-block, or several blocks gathered into one operand. Operands are "q" and "kv". In a backward plan, "q" stands for all
-tensors of a query block: q, the output's gradient, lse and delta. Accumulators are "out" in forward, and "dq" and "dkv"
-in backward.
+Blocks are numbered by the CP rank that owns them. With one block per rank, rank p owns block p. With several blocks per
+rank, rank p owns the blocks `owned(p, blocks_per_rank)`, in order of position. A *key* is a sorted tuple of block
+numbers: one block, or several blocks gathered into one operand. Operands are "q" and "kv". In a backward plan, "q"
+stands for all tensors of a query block: q, the output's gradient, lse and delta. Accumulators are "out" in forward, and
+"dq" and "dkv" in backward.
 
 In each step, a rank gathers operands, posts its operand moves and computes products. The rank then merges the results
 that are due, posts its result moves, reduce-scatters accumulators, and waits for the operands that are due. A move is
-due `within` steps after it is posted, by default 1; only a pass sets other values. Operands are therefore transferred
-during the products of their own step, and results during the products of the next step.
+due `within` steps after its post. The default of `within` is 1; only optimization passes set other values. By default,
+operands are therefore transferred during the products of their own step, and results during the products of the next
+step.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Move:
 class Collective:
     """A `Gather` or `ReduceScatter` among `ranks`.
 
-    In a `Gather`, `ranks[i]` contributes the blocks of `keys[i]`; in a `ReduceScatter`, `ranks[i]` ends up with them.
-    The property `blocks` lists the blocks of all keys.
+    In a `Gather`, `ranks[i]` contributes the blocks of `keys[i]`; in a `ReduceScatter`, `ranks[i]` ends up with the
+    merged blocks of `keys[i]`. The property `blocks` lists the blocks of all keys.
     """
 
     ranks: tuple[int, ...]
@@ -116,7 +117,7 @@ Action = Compute | Move | Collective
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """The actions of one step in which a given rank takes part."""
+    """The actions that involve a given rank in one step."""
 
     gathers: tuple[Gather, ...] = ()
     moves: tuple[Move, ...] = ()

@@ -57,31 +57,32 @@ def is_count(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """The description of a schedule for A CP ranks.
+    """A schedule for A CP ranks, as seen by the rest of the library.
 
     Attributes:
         name: Name of the schedule in the settings.
         summary: One-line description.
-        build: Function (topology, block mask, direction, moving_side) that returns the steps of any rank. Raises
-            ConfigError if the schedule has no steps for these arguments. If the result is a `plan.Counted`, such as
-            `Rotation` or `Direct`, "auto" uses the block mask to pick the moving side.
+        build: Function (topology, block mask, direction, moving_side) that returns the steps as a function of the rank.
+            Raises ConfigError if the schedule has no steps for these arguments. If the result is a `plan.Counted`, such
+            as `Rotation` or `Direct`, "auto" uses the block mask to pick the moving side.
         axes: Function (ranks, options) that returns the names and sizes of the rank axes, fastest-varying axis first.
         received: Function (axes, direction, moving_side, units) that computes, without a plan, how many elements each
-            rank receives. `units` maps each kind of block to its number of elements, as in `Plan.received`. The result
+            rank receives. `units` maps each kind of block to its number of elements, as in `Plan.received`. The count
             is exact if every product allowed by `can_compute` is needed, i.e. under full attention or causal attention
-            on zigzag blocks. Otherwise a plan may skip moves and receive less. Overlap does not change the result.
+            on zigzag blocks. Under other masks, a plan may skip moves, so ranks may receive less. Overlap does not
+            change the count.
         settings: Settings that only this schedule has.
         shapes: Function of the number of ranks that returns every valid combination of the settings, one mapping per
             shape.
-        resolve: Function (ranks, fixed, heads) that returns the settings of one shape. It keeps the `fixed` settings
-            and picks the rest, tuned to the number of heads if known. Raises ConfigError if the fixed values do not
-            fit.
-        by_shape: Function (ranks, options) that returns the fields of this class that this shape overrides; see `at`.
+        resolve: Function (ranks, fixed, heads) that returns the settings of one shape, including the `fixed` settings.
+            The remaining settings are chosen for the given numbers of heads, if known. Raises ConfigError if the fixed
+            values do not fit.
+        by_shape: Function (ranks, options) that returns the fields of this class that the shape overrides; see `at`.
         extra_layouts: Layouts that are registered and removed together with the schedule.
         layouts: Names of the layouts that the schedule supports.
         default_layout: Layout that "auto" selects.
         moving_sides: Sides that the schedule can move; "auto" picks the side that sends fewer bytes.
-        can_compute: Function (q block, kv block) that returns whether the schedule can compute the product of these
+        can_compute: Function (q block, kv block) that returns whether the schedule can compute the product of the two
             blocks.
         collective_axes: Axes along which the schedule gathers and reduces; these axes need process groups.
         digest: Fingerprint of plans loaded from a file, which ranks compare in addition to the name.
@@ -112,7 +113,7 @@ class Schedule:
         return dataclasses.replace(self, **self.by_shape(ranks, options))
 
     def shaped(self, ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None, layout: str) -> ScheduleOptions:
-        """Return the settings from `resolve`, or those of another shape if the layout requires one.
+        """Return the settings from `resolve`, or the settings of another shape if the layout requires it.
 
         If the resolved shape does not support the layout, return the first shape that supports the layout and has the
         `fixed` settings.
@@ -141,8 +142,8 @@ RANK_ORDERS = ("auto", "collectives_intra", "ring_intra", "ulysses_intra")
 def blocks_received(ranks: int, queries: int, keys: int, direction: str, units: Mapping[str, float]) -> list[float]:
     """Return the number of elements that each rank receives, as a list of equal numbers.
 
-    Each rank receives `queries` query blocks, and the same number of results for its own queries. It also receives
-    `keys` key/value blocks and, in backward, the same number of key/value gradients.
+    Each rank receives `queries` query blocks, and the same number of results for its own queries. Each rank also
+    receives `keys` key/value blocks and, in backward, the same number of key/value gradients.
 
     Args:
         units: Number of elements per block of each kind.

@@ -64,7 +64,7 @@ def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tu
 
 
 def _group(route: Round, rank: int, turns: int, moving_side: str) -> tuple[Key, int]:
-    """Return all q blocks that a rank receives, and a bitmask of all kv blocks that it receives."""
+    """Return the q blocks that a rank receives as a tuple, and the kv blocks that it receives as a bitmask."""
     visitors = [route.keys(route.here(rank, t)) for t in range(turns)]
     if moving_side == "kv":
         return route.keys(rank)[0], _mask(block for _, kv in visitors for block in kv)
@@ -97,9 +97,9 @@ def _pairs(route: Round, rank: int, turns: int, moving_side: str, block_mask: Bl
 
 
 def sides(ranks: int, heads: HeadCounts | None) -> tuple[int, int]:
-    """Return the sides (a, b R) of the grid that receives the fewest elements in forward and backward combined.
+    """Return the grid sides (a, b R) for which ranks receive the fewest elements in forward and backward combined.
 
-    The grid receives (a - 1) 5 Hq + (b R - 1) 6 Hkv elements per token and per unit of the head dimension D.
+    Each rank receives (a - 1) 5 Hq + (b R - 1) 6 Hkv elements per token and per unit of the head dimension D.
     """
     q_heads, kv_heads = heads or (1, 1)
     a = min(divisors(ranks), key=lambda a: 5 * (a - 1) * q_heads + 6 * (ranks // a - 1) * kv_heads)
@@ -168,8 +168,8 @@ def grids(ranks: int) -> list[ScheduleOptions]:
 def grid(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
     """Return the grid's rows and cols.
 
-    If one side is not set, it is derived from the other. If neither is set, the sides that receive the fewest elements
-    for these heads are chosen.
+    If only one side is set, the other side is derived from it. If neither side is set, the sides are chosen to minimize
+    the elements received for these heads.
     """
     rows, cols = fixed.get("rows"), fixed.get("cols")
     if not (rows or cols):
@@ -245,13 +245,14 @@ class Direct(Counted):
     """Steps without collectives: blocks are sent only to ranks that read them, and results are sent straight to the
     owner.
 
-    A mesh uses `Direct` if a mask leaves gaps in its groups or if blocks differ in length. Direct sends never transfer
+    A mesh uses `Direct` if a mask leaves gaps in the mesh's groups, or if blocks differ in length. `Direct` never sends
     more bytes than the collectives would.
 
     Attributes:
         products: Function of a rank; `products(rank)[t]` lists the (q block, kv block) pairs that the rank computes in
             step t. Step 0 contains only pairs of the rank's own blocks.
-        reads: Function of a rank; `reads(rank)` returns bitmasks of the q blocks and the kv blocks in these pairs.
+        reads: Function of a rank; `reads(rank)` returns bitmasks of the q blocks and the kv blocks in the rank's
+            products.
     """
 
     size: int
@@ -308,10 +309,10 @@ class Direct(Counted):
 
 
 def _first_steps(rank: int, steps: Iterable[tuple[int, Pairs]], kinds: Iterable[tuple[str, int]]) -> dict[Unit, int]:
-    """Map each remote block in a rank's products to the first of the given steps that uses it.
+    """Map each remote block in a rank's products to the first of the given steps that uses the block.
 
     Args:
-        kinds: Pairs (kind of unit, index of its block in a product pair).
+        kinds: Pairs (kind of unit, index of the unit's block in a product pair).
     """
     first: dict[Unit, int] = {}
     for t, pairs in steps:

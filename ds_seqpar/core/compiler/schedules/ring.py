@@ -1,7 +1,7 @@
 """Ring schedules: the units of one side rotate, the units of the other side stay, and results follow the moving units.
 
-Includes Ring Attention (Liu et al., 2023) and the two rings of BurstAttention: the ring that rotates q, and the double
-ring.
+The module contains Ring Attention (Liu et al., 2023) and the two rings of BurstAttention: the ring that rotates q, and
+the double ring.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Rotation(Counted):
     """The steps of a schedule in which units rotate along a route.
 
     A unit stops at the last rank that needs it. Results that a unit's home rank computes stay on the home rank. Results
-    from other ranks follow the unit one hop behind, and the last rank visited sends them home. Gathers run before the
-    first step. Reduce-scatters run after all results have arrived home.
+    from other ranks follow the unit one hop behind, and the last visited rank sends the results home. Gathers run
+    before the first step. Reduce-scatters run after all results have arrived home.
 
     Args:
         steps: Number of ranks that a unit visits, including its home.
@@ -138,12 +138,12 @@ def ring(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
     it.
 
     In step t of a single ring, rank p holds the k/v block of rank p - t. In a double ring, a block visits the W ranks
-    of one inner ring, then crosses to the next inner ring, and so on. Only A/W - 1 of the block's A - 1 hops leave a
-    node. The gradient's final transfer to its owner also leaves the node.
+    of one inner ring, then crosses to the next inner ring, and so on. If each inner ring is a node, only A/W - 1 of a
+    block's A - 1 hops leave a node. The final transfer of a gradient to its owner also leaves a node.
 
-    With `moving_side="q"`, backward is BurstAttention's (section 3.1): q, do, lse and delta rotate instead of k, v and
-    their gradients, so that 3 large tensors are sent instead of 4. Queries rotate in the opposite direction: in step t
-    of a single ring, rank p holds the tensors of rank p + t.
+    With `moving_side="q"`, backward follows BurstAttention (section 3.1): q, `do`, lse and delta rotate instead of k, v
+    and their gradients, so that 3 large tensors are sent instead of 4. Queries rotate in the opposite direction: in
+    step t of a single ring, rank p holds the tensors of rank p + t.
     """
     ring_size, rings = topology.size("ring", "inner_ring"), topology.size("outer_ring")
 
@@ -166,7 +166,7 @@ def ring(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Return the number of elements that each rank receives if all A - 1 remote blocks of the moving side arrive."""
+    """Return the number of elements that each rank receives if it needs all A - 1 remote blocks of the moving side."""
     ranks = math.prod(size for _, size in axes)
     queries, keys = (0, ranks - 1) if moving_side == "kv" else (ranks - 1, 0)
     return blocks_received(ranks, queries, keys, direction, units)

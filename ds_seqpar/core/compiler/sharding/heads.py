@@ -2,7 +2,7 @@
 
 If there are at least as many key/value heads as Ulysses ranks, each Ulysses rank gets consecutive key/value heads and
 the query heads that read them. Otherwise, several consecutive Ulysses ranks share a key/value head and divide its query
-heads among themselves. Shares are equal if possible. If not, they differ by at most one head, with the larger shares
+heads among themselves. Shares are equal if possible. Unequal shares differ by at most one head, with the larger shares
 first. This module does not import torch.
 """
 
@@ -17,7 +17,7 @@ from .layout import divisors
 
 
 class HeadChunk(NamedTuple):
-    """Heads whose attention is computed together."""
+    """A group of heads that are computed together."""
 
     q: slice
     kv: slice
@@ -139,8 +139,8 @@ def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_ch
 def tensor_share(heads: int, kv_heads: int | None, ulysses_size: int, ulysses_rank: int) -> slice:
     """Return the slice of a tensor's heads that a Ulysses rank works on.
 
-    The tensor is taken to be k or v if it has `kv_heads` heads or `kv_heads` is None, and to be q otherwise. If q and k
-    have the same number of heads, their shares are identical.
+    A tensor with `kv_heads` heads is treated as k or v, and any other tensor as q. If `kv_heads` is None, every tensor
+    is treated as k or v. If q and k have the same number of heads, their shares are identical.
     """
     q, kv = heads_of_ulysses_rank(heads, kv_heads or heads, ulysses_size, ulysses_rank)
     return kv if kv_heads in (None, heads) else q

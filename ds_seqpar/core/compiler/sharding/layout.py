@@ -1,4 +1,4 @@
-"""Named axes of ranks, and named layouts that assign tokens to ranks. Only integers, no tensors."""
+"""Named axes of ranks, and named layouts that assign tokens to ranks. This module works only with integers."""
 
 from __future__ import annotations
 
@@ -153,8 +153,9 @@ def contiguous(tokens: int, ranks: int, rank: int) -> Runs:
 def zigzag(tokens: int, ranks: int, rank: int) -> Runs:
     """Split the sequence into 2A chunks and assign chunks r and 2A-1-r to rank r.
 
-    All ranks then have the same amount of causal work in every ring step. If the number of tokens is not a multiple of
-    2A, tokens are assigned from both ends of the sequence inward, and half of each rank's share comes from the front.
+    Under a causal mask, all ranks then have the same amount of work in every ring step. If the number of tokens is not
+    a multiple of 2A, tokens are assigned from both ends of the sequence inward, and half of each rank's share comes
+    from the front.
     """
     first, end = _share(tokens, ranks, rank)
     low, high = (first + 1) // 2, (end + 1) // 2
@@ -213,7 +214,7 @@ def remove(*layouts: Layout) -> None:
 
 
 def multiple(layout: str, size: int, ulysses: int) -> int:
-    """Return the number that sequence lengths must be a multiple of: `size`, or more if a rank has several chunks."""
+    """Return the step between valid sequence lengths: `size`, or a multiple of `size` if ranks have several chunks."""
     return math.lcm(LAYOUTS[layout].chunks * size // ulysses, size)
 
 

@@ -42,27 +42,28 @@ class Level(NamedTuple):
 class Mask:
     """A mask over global positions: a query at position p sees the keys in [lo(p), hi(p)).
 
-    Both edges are non-decreasing in p, and p lies between them. If several limits are set, all of them apply. Documents
-    with parents are the only exception: a query also sees its document's parent, the parent's parent, and so on.
+    The edges lo(p) and hi(p) never decrease with p, and every query sees its own position. If several limits are set,
+    all of them apply. Documents with parents are the only exception: a query also sees its document's parent, the
+    parent's parent, and so on.
 
     Args:
         causal: Whether queries see no keys after position p.
         window: Maximum number of keys up to position p that a query sees, at least 1: the query sees no key before p -
             window + 1. None means no limit.
         window_right: Maximum number of keys after position p that a query sees, at least 0: the query sees no key after
-            p + window_right. Requires causal=False. None means no limit.
+            p + window_right. `window_right` requires causal=False. None means no limit.
         documents: Start positions of the documents in the sequence, ascending from 0. A query sees only keys in its own
             document. () means a single document, and (0,) is normalized to ().
         parents: Index of each document's parent, or -1 for none. A query also sees all keys of its document's parent,
             and everything that the parent sees. Documents must be in depth-first order: each child directly follows its
-            parent or the complete subtree of a sibling. Cannot be combined with a window. () means no parents.
-        prefix: Number of keys at the start of the sequence that are visible to every query (a prefix-LM). Requires a
-            causal mask without a window or documents.
+            parent or the complete subtree of a sibling. Parents cannot be combined with a window. () means no parents.
+        prefix: Number of keys at the start of the sequence that are visible to every query (a prefix-LM). A prefix
+            requires a causal mask without a window or documents.
         blocks: Spans (first, end) of tokens that attend to each other in both directions, such as the tokens of a
-            picture: a query in [first, end) also sees the later keys of its block. Spans must be ascending, disjoint
-            and within one document. Requires a causal mask without a prefix.
+            picture. A query in [first, end) also sees the later keys of its block. Spans must be ascending, disjoint
+            and within one document. Blocks require a causal mask without a prefix.
         whole_blocks: With blocks and a window, whether a query also sees keys of its own block that lie before its
-            window. Models of both kinds exist.
+            window. Some models have whole blocks, and others limit blocks by the window.
 
     Raises:
         InputError: A field has an invalid type or value, or fields are incompatible.
@@ -394,7 +395,7 @@ class _Keys:
 
 
 def _end(runs: Runs, mask: Mask) -> int:
-    """Return the end of the keys visible to any query in the runs, under a scale-free mask."""
+    """Return the position after the last key that any query in the runs sees, given a scale-free mask."""
     return max((mask.bounds(run.last)[1] for run in runs if run.length), default=0)
 
 
@@ -446,8 +447,9 @@ def _meets_part(q: Run, kv: Run, span: tuple[int, int], mask: Mask) -> bool:
 def _meets_in_document(q: Triple, kv: Triple, mask: Mask) -> bool:
     """Return whether any query of a run sees any key of another run, if both runs are in the same document.
 
-    Under a window, the nearest key at or before a query decides. The distance to that key repeats every key_step /
-    gcd(step, key_step) queries. If queries also see later keys, p is shifted to the last position that the query sees.
+    Under a window, the result depends on the nearest key at or before each query. The distance from query to nearest
+    key repeats every key_step / gcd(step, key_step) queries. If queries also see later keys, p is shifted to the last
+    position that the query sees.
     """
     (p, step, rows), (key, key_step, keys) = q, kv
     last_key, window = key + key_step * (keys - 1), mask.window or END

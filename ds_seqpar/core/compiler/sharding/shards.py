@@ -49,11 +49,11 @@ class UnevenShards:
     position of the query sequence exactly once, and the kv runs every position of the key/value sequence. Instances are
     hashable by value.
 
-    New tokens that attend only to cached keys (`SequenceParallel.cache_attention`) begin at position `q_start`. In that
-    case, the q runs cover all positions from `q_start` on, and the kv runs all positions from 0 on.
+    New tokens that attend only to cached keys (`SequenceParallel.cache_attention`) begin at position `q_start`. The q
+    runs then cover all positions from `q_start` on, and the kv runs cover all positions from 0 on.
 
     Args:
-        q: Runs of each CP rank's queries. With several `blocks_per_rank`, the runs of each block, where rank r's blocks
+        q: Runs of each CP rank's queries. If `blocks_per_rank` is above 1, pass the runs of each block; rank r's blocks
             start at index r * blocks_per_rank.
         kv: Runs of each CP rank's keys and values, in the same format. Defaults to `q`.
         blocks_per_rank: Number of blocks per rank: 2 for the `pairs` layouts, otherwise 1.

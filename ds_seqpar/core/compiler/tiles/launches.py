@@ -64,10 +64,10 @@ def _cut(tile: Tile, support: KernelSupport) -> Iterator[Tile]:
 
 
 def _blocks(tile: Tile, max_rows: int) -> Iterator[Tile]:
-    """Split a band into blocks of at most `max_rows` rows, whose columns overlap.
+    """Split a band into blocks of at most `max_rows` rows with overlapping columns.
 
-    Each launch computes results for the columns of every block, so columns shared by two blocks count twice. With this
-    count, a launch has at most as many columns as the tile.
+    A launch computes results for the columns of each block, so overlapping columns are counted once per block. With
+    that count, a launch has at most as many columns as the tile.
     """
     rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
     size = min(rows, max_rows, max(tile.width, MIN_BLOCK_ROWS)) if max_rows else rows
@@ -86,7 +86,7 @@ def _band(tile: Tile, first: int, rows: int, groups: int) -> Tile:
 
 
 def _squares(tile: Tile) -> Iterator[Tile]:
-    """Split a band into squares of its width, and the last rows, which do not fill a square."""
+    """Split a band into squares with the band's width, plus a remainder of rows that do not fill a square."""
     count, last_rows = divmod(tile.q1 - tile.q0, tile.width)
     if count:
         yield from _square(tile.q0, tile.k0, tile.width, tile.width, count)
@@ -96,7 +96,8 @@ def _squares(tile: Tile) -> Iterator[Tile]:
 
 
 def _square(q0: int, k0: int, rows: int, width: int, count: int) -> Iterator[Tile]:
-    """Yield the tiles of `count` consecutive bands with `rows` rows each, at most the bands' width.
+    """Yield the tiles of `count` consecutive bands of equal width, each with `rows` rows, where `rows` is at most the
+    width.
 
     A row sees the columns of its square from the diagonal on, the columns between its square and the next, and the
     columns of the next square up to the diagonal.

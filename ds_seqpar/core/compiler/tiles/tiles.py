@@ -5,8 +5,8 @@ row of a query run to the next, each end of the interval either stays or moves b
 have different steps, an end may jump.
 
 A piece is a range of rows in which each end either stays in all rows or moves in all rows. If both ends stay, the piece
-is a full tile; if both move, it is a band. If only b moves, the piece is a causal tile plus a full tile of the columns
-that all its rows see. If only a moves, it is an upper tile plus a full tile.
+is a full tile; if both move, the piece is a band. If only b moves, the piece is a causal tile plus a full tile of the
+columns that all its rows see. If only a moves, the piece is an upper tile plus a full tile.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Rows(NamedTuple):
     step: int = 0  # distance between the first rows of consecutive groups
 
     def of(self, x: Any) -> Any:
-        """Return a view of these rows of a tensor (B, n, ...).
+        """Return a view of a tensor (B, n, ...) that contains only these rows.
 
         The view has the shape (B, size, ...) for one group, and (B, groups, size, ...) for several groups.
         """
@@ -82,7 +82,7 @@ class Rows(NamedTuple):
         return self.start + self.step * (self.groups - 1) + self.size
 
     def all_of(self, tokens: int) -> bool:
-        """Return whether these are all of `tokens` rows, without repetition."""
+        """Return whether the groups cover all of `tokens` rows exactly once."""
         return self.size * self.groups == tokens == self.end - self.start
 
     def apart(self) -> Iterator[tuple[slice, Rows]]:
@@ -105,9 +105,9 @@ class Tile(NamedTuple):
     - full: all columns.
     - causal: columns with j <= i. The diagonal begins in the upper left corner, so rows from i = k1 - k0 - 1 on see all
       columns.
-    - upper: columns with j >= i. The tile has as many rows as columns.
-    - band: columns with i <= j < i + width. The tile has rows + width - 1 columns. If it has fewer, the last rows see
-      fewer than width columns.
+    - upper: columns with j >= i. An upper tile has as many rows as columns.
+    - band: columns with i <= j < i + width. A band has rows + width - 1 columns; with fewer columns, the last rows see
+      fewer than `width`.
     - segments: the columns described by `segments` (see `launches`).
     """
 
@@ -242,10 +242,7 @@ def _append_blocks(
 
 
 def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[int, list[Triple]]:
-    """Return the part of a chain in [lo, hi), preceded by the number of the chain's tokens before lo.
-
-    Both are computed from run `index` of the chain on.
-    """
+    """Return (number of tokens before lo, part in [lo, hi)) of a chain, starting at run `index`."""
     column = 0
     keys: list[Triple] = []
     while index < len(chain) and chain[index][0] < hi:
@@ -341,9 +338,9 @@ def _both(left: list, right: list, length: int) -> Iterator[Piece]:
 
 
 def _join(pieces: list[Piece], piece: Piece) -> None:
-    """Append a piece, or extend the last piece if both edges continue.
+    """Append a piece, or merge it into the last piece if both edges continue without a break.
 
-    A piece of one row can be joined with edges that stay as well as with edges that move.
+    A piece of one row can be merged with edges that stay as well as with edges that move.
     """
     if pieces:
         q0, q1, a, a_moves, b, b_moves = pieces[-1]

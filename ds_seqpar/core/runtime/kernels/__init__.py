@@ -60,8 +60,8 @@ def select(name: str, spec: BlockSpec, deterministic: bool | None = None) -> Ker
     Args:
         name: A kernel's name, or "auto".
         spec: The blocks that the kernel must support.
-        deterministic: The value of `is_deterministic()`. Kernels read it themselves; as an argument, it becomes part of
-            the cache key.
+        deterministic: The value of `is_deterministic()`. Kernels check `is_deterministic()` themselves; the argument
+            only makes the value part of the cache key.
 
     Raises:
         KernelError: No kernel supports the spec. The message lists the reasons of every kernel that was tried.
@@ -98,7 +98,7 @@ def candidates(spec: BlockSpec) -> list[str]:
 
 
 def slowness(kernel: Kernel, spec: BlockSpec) -> str:
-    """Return why a kernel selected by "auto" is slow for such blocks and what to install, or "" if it is not slow."""
+    """Return why a kernel selected by "auto" is slow for the spec and what to install, or "" if it is not slow."""
     return next(filter(None, (slow(kernel, spec) for slow in SLOW)), "")
 
 

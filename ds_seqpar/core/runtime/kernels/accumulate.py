@@ -1,10 +1,12 @@
 """Accumulators that add up the results of kernel launches.
 
-An accumulator starts empty. After the first result, it holds the kernel's tensors in their own dtypes. After a second
-result, it is in accum_dtype (fp32, or fp64 for fp64). The token dimension of every tensor is dim 1.
+An accumulator starts empty. After the first result, an accumulator holds the kernel's tensors in their own dtypes.
+After the second result, an accumulator is in accum_dtype (fp32, or fp64 for fp64 inputs). The token dimension of every
+tensor is dim 1.
 
 Results over disjoint keys are merged by an online softmax. An attention sink (gpt-oss) is an additional score per head
-with value 0. The sink is merged into (out, lse) once, after all partial results, and backward reads the merged tensors.
+with a value vector of 0. The sink is merged into (out, lse) once, after all partial results, and backward reads the
+merged tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Accumulator:
 
     Args:
         make: Function that returns uninitialized tensors in accum_dtype, in the memory from which the result is sent.
-            Called at most once, and only if needed.
+            `make` is called at most once, and only if needed.
     """
 
     blank: tuple[float, float] = (0.0, 0.0)
@@ -66,8 +68,8 @@ class Accumulator:
     def expect(self, rows: Rows) -> None:
         """Prepare for an `add` to these rows, before the kernel is called.
 
-        Rows that will be added to are cast to accum_dtype now. Otherwise, copies in both dtypes would be in memory at
-        the same time as the kernel's result.
+        Rows that will be added to are cast to accum_dtype now. Without this cast, copies in both dtypes would be in
+        memory at the same time as the kernel's result.
         """
         if self._held is not None and rows.start < self._end:
             self._widen()
@@ -78,7 +80,7 @@ class Accumulator:
         Args:
             new: Tensors (B, size, ...), or (B, groups, size, ...) for several groups. The first tensors added are held
                 without a copy, and may be modified later.
-            rows: Rows of these tensors in the block. Several groups may share rows.
+            rows: Rows of the block to which the tensors belong. Several groups may share rows.
             tokens: Number of rows of the block.
         """
         if self._held is None and rows.groups == 1:
@@ -90,7 +92,7 @@ class Accumulator:
                 self._join(tuple(x[:, :, group_slice] if rows.groups > 1 else x for x in new), slice_rows, tokens)
 
     def _join(self, new: Tensors, rows: Rows, tokens: int) -> None:
-        """Add to rows without repetition, overwriting blank rows."""
+        """Add tensors to distinct rows, overwriting rows that are blank."""
         blank = rows.start >= self._end
         if not blank:
             self._widen()
@@ -107,10 +109,10 @@ class Accumulator:
         self._end = max(self._end, rows.end)
 
     def add_(self, *arrived: Tensor) -> None:
-        """Add another rank's partial result for all rows, possibly modifying its tensors.
+        """Add another rank's partial result for all rows. The result's tensors may be modified.
 
-        If the arrived tensors are in accum_dtype, the held tensors are added to them, and the arrived tensors become
-        the held tensors.
+        If the arrived tensors are in accum_dtype, the held tensors are added to the arrived tensors in place, and the
+        arrived tensors replace the held tensors.
         """
         if self._held is None:
             self._held, self._materialized = arrived, True
@@ -213,7 +215,7 @@ class Sum(Accumulator):
 
 
 def _owned(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
-    """Return x contiguous and in the given dtype (None: unchanged).
+    """Return x as a contiguous tensor in the given dtype (None: unchanged).
 
     `copy` is needed if tensors of one message share memory, since results of an op must not share memory.
     """
@@ -226,8 +228,9 @@ def _owned(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
 
 
 def _operand(x: Tensor, rows: Rows, upper: bool) -> Tensor:
-    """Return the rows of x in a kernel's format: groups are merged into the batch, and "upper" reverses rows; a view if
-    possible.
+    """Return the rows of x in the format that kernels expect, as a view if possible.
+
+    Groups are merged into the batch dimension. For "upper" tiles, the order of rows is reversed.
     """
     if not upper and rows.size == x.shape[1]:
         return x
@@ -263,7 +266,7 @@ def forward(
         v: (B, Sk, Hkv, D), with a stride of 1 in the last dimension.
         launches: The result of `compiler.tiles.launches.launches` for this kernel's support.
         scale: Factor of q . k.
-        into: The accumulator, a `Softmax`.
+        into: A `Softmax` that accumulates the results.
     """
     for launch in launches:
         into.expect(launch.sides[0])
@@ -291,11 +294,11 @@ def backward(
         k: As in `forward`.
         v: As in `forward`.
         out: Output of whole rows, not only of these launches, with q's shape and dtype.
-        lse: (B, Sq, Hq) in accum_dtype, also of whole rows.
+        lse: The lse of whole rows, (B, Sq, Hq) in accum_dtype.
         launches: As in `forward`.
         scale: As in `forward`.
-        dq: A `Sum` of (dq,).
-        dkv: A `Sum` of (dk, dv).
+        dq: A `Sum` that accumulates (dq,).
+        dkv: A `Sum` that accumulates (dk, dv).
     """
     for launch in launches:
         _add_gradients(kernel, (do, q, k, v, out, lse), launch, scale, dq, dkv)
@@ -323,8 +326,8 @@ def _add_gradients(
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge (new_out, new_lse) into (out, lse), in place.
 
-    The two weights sum to 1 regardless of the rounding of the merged lse. If a row sees no key on either side, its out
-    stays 0 and its lse stays -inf.
+    The weights of the two results sum to 1 regardless of the rounding of the merged lse. If a row sees no key on either
+    side, its out stays 0 and its lse stays -inf.
 
     Args:
         out: (B, S, H, D) in fp32, or fp64 for fp64 attention. There may be further dimensions before the last one.
@@ -391,12 +394,12 @@ def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 def sinks_deltas(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return each row's sink weight, exp(sink - lse), times its delta, as (B, S, H).
 
-    The contribution of a row to the sink's gradient is minus this product, as for any key whose value is 0. If sink and
-    lse are both -inf, the row has neither key nor sink; if both are inf, its out and delta are 0.
+    A row contributes -exp(sink - lse) * delta to the sink's gradient, like any key with a value of 0. If sink and lse
+    are both -inf, the row has neither key nor sink; if sink and lse are both inf, the row's out and delta are 0.
 
     Args:
-        delta: rowsum(do * out), (B, S, H).
-        lse: (B, S, H), after `merge_sinks_`.
+        delta: The rowsum of `do * out`, (B, S, H).
+        lse: The lse after `merge_sinks_`, (B, S, H).
         sinks: (H,) or (B, S, H).
     """
     return torch.exp(sinks.to(lse.dtype) - lse).nan_to_num_() * delta

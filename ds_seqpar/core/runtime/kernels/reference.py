@@ -75,7 +75,7 @@ class Kernel(Protocol):
     ran_on: str
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        """Return the reasons why the kernel does not support such blocks; an empty list means that it does."""
+        """Return the reasons why the kernel does not support the spec, or an empty list if it does."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -106,8 +106,8 @@ class Kernel(Protocol):
             q: As in `forward`.
             k: As in `forward`.
             v: As in `forward`.
-            out: (B, Sq, Hq, D) in q's dtype: the result of *whole* rows, over the keys of all blocks.
-            lse: (B, Sq, Hq) in fp32 (fp64 for fp64), also of whole rows.
+            out: Output of *whole* rows, over the keys of all blocks, (B, Sq, Hq, D) in q's dtype.
+            lse: The lse of whole rows, (B, Sq, Hq) in fp32 (fp64 for fp64).
             causal: As in `forward`.
             scale: As in `forward`.
 
@@ -240,7 +240,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, softcap: float, fi
 
 
 def _row_pieces(q: Tensor, k: Tensor, causal: bool, max_scores: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of rows and the columns that they see: at most `max_scores` scores, but at least one row."""
+    """Yield pairs (rows, columns that the rows see) with at most `max_scores` scores, but at least one row."""
     rows, columns = q.shape[1], k.shape[1]
     size = max(1, max_scores // (q.shape[0] * q.shape[2] * columns))
     for start in range(0, rows, size):
