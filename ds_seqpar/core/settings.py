@@ -117,8 +117,8 @@ class SequenceParallelConfig:
     """Send single blocks instead of using collectives, and compute products in the order in which operands arrive."""
     rank_order: AxisNames | Annotated[str, OneOf("rank_order", lambda: RANK_ORDERS)] = "auto"
     """Order of the axes over ranks, fastest-varying first: a list of axis names, or a preset. `"ulysses_intra"` (also
-    the choice of `"auto"`) keeps the Ulysses all-to-all within a node. `"collectives_intra"` keeps a schedule's gathers
-    within a node, and `"ring_intra"` keeps a schedule's ring within a node (WallFacer)."""
+    the choice of `"auto"`) keeps the Ulysses all-to-all within a node. `"collectives_intra"` keeps the gathers of a
+    schedule within a node, and `"ring_intra"` keeps the ring of a schedule within a node (WallFacer)."""
     comm_dtype: CommDtype = "fp32"
     """Dtype of partial outputs and gradients sent between ranks: `"fp32"` (fp64 for fp64 inputs) or `"bf16"`. fp16 is
     not available, because gradients of a mean loss over many tokens would vanish."""
@@ -393,7 +393,7 @@ class SequenceParallelConfig:
         return shape or bool(self.auto_fields)
 
     def kept(self, head_chunks: int, checkpointed: bool, keeps: bool) -> SavedForBackward:
-        """Return which tensors attention's forward saves for backward, for a resolved config.
+        """Return which tensors attention's forward saves for backward under a resolved config.
 
         Args:
             head_chunks: Number of head chunks.

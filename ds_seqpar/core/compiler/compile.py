@@ -1,9 +1,9 @@
 """The compiler: turns settings, mask and lengths into the program of one rank.
 
-Each stage caches its results, with its inputs as keys. The structure of a program specifies what is computed and moved,
-in which order, and in which slots. The structure depends on which pairs of blocks meet, i.e. some query in the q block
-sees some key in the kv block. Under a causal or full mask, sequence lengths do not affect which blocks meet. Lengths
-determine the number of tokens per slot and the tiles of each product.
+Each compilation stage caches its results by its inputs. The structure of a program specifies what is computed and
+moved, in which order, and in which slots. The structure depends on which pairs of blocks meet, i.e. some query in the q
+block sees some key in the kv block. Under a causal or full mask, sequence lengths do not affect which blocks meet.
+Lengths determine the number of tokens per slot and the tiles of each product.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class BoundProgram:
 
     @_kept
     def fields(self, slot: int) -> tuple[Field, ...]:
-        """Return the tensors of a unit in this slot, which must not be a slot of a head exchange."""
+        """Return the tensors of a unit in the slot. Slots of head exchanges are not supported."""
         kind, role, _, head_chunk, _ = self.program.slots[slot]
         shape = self.shapes[head_chunk]
         dtype = shape.accum_dtype if role == "accum" else None  # None: results are in comm_dtype
@@ -317,12 +317,12 @@ def block_mask_of(mask: Mask, shards: Shards) -> BlockMask:
 
 
 def side_of(kind: str) -> str:
-    """Return the side, "q" or "kv", to which the tokens of a unit of this kind belong."""
+    """Return the side ("q" or "kv") to which a unit's tokens belong, given the kind of unit."""
     return "kv" if kind in ("kv", "dkv") else "q"
 
 
 def _cached(cache: OrderedDict[Hashable, T], cache_key: Hashable, make: Callable[[], T]) -> T:
-    """Return the cache entry for this key, creating it if missing. Evict the least recently used entry beyond
+    """Return the cache entry for a key, creating the entry if it is missing. Evict the least recently used entry beyond
     CACHE_SIZE.
     """
     if cache_key not in cache:

@@ -33,7 +33,7 @@ from .transport import TorchComm
 def mask_of(causal: bool, mask: Mask | None) -> Mask:
     """Return `mask`, or the mask for `causal` if `mask` is None.
 
-    If `causal` is not a bool, it is returned unchanged so that a later check can reject it.
+    If `causal` is not a bool, return `causal` unchanged so that a later check can reject it.
     """
     if mask is not None:
         return mask
@@ -163,8 +163,8 @@ def check_inputs(runtime: Runtime, tensors: Sequence[Tensor], options: Attention
 
     Raises:
         InputError, ConfigError, KernelError, DisagreementError: This rank cannot compute attention over its inputs.
-            With guards, the error is raised on all ranks of the sequence, and also if inputs or settings differ between
-            ranks.
+            With guards, all ranks of the sequence raise the error together, and also raise if inputs or settings differ
+            between ranks.
     """
     if torch.compiler.is_compiling():  # a decorator would import the compiler in every process, for seconds
         torch.compiler.disable(check_inputs)(runtime, tensors, options)
@@ -311,7 +311,7 @@ def _is_positive(x: Any) -> bool:
 def check_shares(runtime: Runtime, tensors: Tensors, settings: CallSettings) -> None:
     """Raise ConfigError, InputError or KernelError if the heads, length, mask, program or kernel do not fit together.
 
-    The kernel is checked here, before communication starts, because its package may be missing on only some ranks.
+    The kernel is checked before communication starts, because the kernel's package may be missing on only some ranks.
     """
     (q, keys, *_), config = tensors, runtime.config
     check_heads(config.ulysses, q.shape[2], keys.shape[2], size=config.size, head_chunks=config.head_chunks)

@@ -52,7 +52,8 @@ def backward(
 ) -> list[Tensor]:  # fmt: skip
     """Compute backward from the tensors that `save` saved.
 
-    Returns the gradients of the operator's tensors, whose shapes are given, and of sinks if there are any.
+    Returns the gradients of the operator's tensors, and of sinks if there are any. `shapes` are the shapes of the
+    operator's tensors.
     """
     operator, saves, inner = settings.operator, settings.saves, list(saved)
     local = {"do": do}
@@ -69,7 +70,7 @@ def save(
     """Save tensors for backward.
 
     The saved tensors are the sinks, the keys' common part, each head chunk's lse, and the inner tensors that forward
-    returned. If backward needs them, the local out and the operator's tensors are also saved.
+    returned. The local out and the operator's tensors are also saved if backward needs them.
 
     Args:
         tensors: Tensors of the operator.

@@ -4,12 +4,12 @@ Each slot is one byte buffer, viewed as the tensors of its current unit.
 
 DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023). This
 module packs and unpacks Ulysses messages, and `transport` sends the messages. The first dimension of a message is
-tokens, and the heads of all tensors of one token are adjacent. The consecutive messages of all Ulysses ranks therefore
-form the CP rank's (tokens, batch, elements) without a copy, and the tensors are views. Each tensor is copied once: into
-an inward message, or out of an outward message. `compiler.sharding.heads` determines which heads each Ulysses rank
-receives. One copy operation serves a group of consecutive Ulysses ranks with the same number of heads; if ulysses_size
-divides the heads, one group contains all ranks. If several Ulysses ranks share a kv head (ulysses_size > Hkv), the head
-is sent to exactly those ranks, and its gradients are summed.
+tokens, and the heads of all tensors of one token are adjacent. Consecutive messages of all Ulysses ranks thus form the
+CP rank's tensor (tokens, batch, elements) without a copy. Each tensor is copied once: into an inward message, or out of
+an outward message. `compiler.sharding.heads` determines which heads each Ulysses rank receives. One copy operation
+serves a group of consecutive Ulysses ranks with the same number of heads; if ulysses_size divides the heads, one group
+contains all ranks. If several Ulysses ranks share a kv head (ulysses_size > Hkv), the head is sent to exactly those
+ranks, and its gradients are summed.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Call(abc.ABC):
             self.inner = self.local if one_head_chunk else {field: self.part(head_chunk, field) for field in self.local}
 
     def put_inner(self, head_chunk: int, **results: Tensor) -> None:
-        """Store inner results by field; without other Ulysses ranks, they are stored as results of local tokens."""
+        """Store inner results by field; with a single Ulysses rank, inner results are results of local tokens."""
         if self.alone:
             for field, x in results.items():
                 self.put_result(head_chunk, field, x)
@@ -246,7 +246,7 @@ class BackwardCall(Call):
     """The backward of a call, with the gradients of the operator's tensors (and of sinks, if any) as results.
 
     Args:
-        local: The gradient `do`, the operator's parameters, and if needed its operands and out (or delta instead of
+        local: The gradient `do`, the operator's parameters, and if needed the operands and out (or delta instead of
             out).
     """
 

@@ -54,7 +54,7 @@ class Forward:
 
         Args:
             kind: The kind of result.
-            make: Function that returns the tensors for results in accum_dtype, called when they are first needed.
+            make: Function that returns tensors for results in accum_dtype, called when the tensors are first needed.
         """
         return Softmax(make)
 
@@ -82,7 +82,7 @@ class Forward:
         return {"out": (self.q.new_empty(out), self.q.new_empty(lse, dtype=sum_dtype(self.dtype)))}
 
     def forget(self, slot: int) -> None:
-        """Drop values computed from a slot's previous unit, because the slot now receives another unit."""
+        """Drop values computed from a slot's unit before the slot receives another unit."""
 
 
 class Backward(Forward):
@@ -157,7 +157,8 @@ def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
-    """Return a substitute for out with the same rowsum: `do * delta / |do|^2`, and 0 in rows where `do` is 0.
+    """Return a substitute for out with the same rowsum. The substitute is `do * delta / |do|^2`, or 0 in rows in which
+    `do` is 0.
 
     The rowsum with `do` is all that a backward kernel computes from out. Each row of `do` is first divided by its
     maximum, since `|do|^2` underflows in fp32.

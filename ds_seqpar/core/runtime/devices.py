@@ -27,8 +27,8 @@ def communicator_device(group: dist.ProcessGroup) -> torch.device | None:
 def bind_device(group: dist.ProcessGroup) -> torch.device | None:
     """Select this rank's device and return it, or return None if the group has no communicators on devices.
 
-    The selected device is the one to which the group is bound, by default `this_device`. Bind other groups to the same
-    device.
+    The selected device is the device to which the group is bound, by default `this_device`. Bind other groups to the
+    same device.
     """
     if communicator_device(group) is None:
         return None

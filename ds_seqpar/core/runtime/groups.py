@@ -1,13 +1,13 @@
 """Creates the process groups of a topology.
 
-A rank creates only the groups that it belongs to, so their number does not grow with the world size. Groups with the
-same ranks are created once, and no group is created for a single rank.
+A rank creates only the groups that it belongs to, so the number of groups does not grow with the world size. Groups
+with the same ranks are created once, and no group is created for a single rank.
 
 torch's `new_group` requires every rank of the world to create every group. With `use_local_synchronization=True`, only
-members create a group, but torch then names the group by the number of groups on the rank. If that number differs
-between members, they wait for one another forever. The number can also recur after a group was freed, with old
-addresses still in the store. Group names in this module therefore consist of the number of the set of groups (on which
-the world agrees), the purpose, and the first rank.
+members create a group, but torch then names the group by the number of groups on the rank. If the number differs
+between members, the members wait for one another forever. The number can also recur after a group was freed, while old
+addresses are still in the store. Group names in this module therefore consist of the number of the set of groups (on
+which the world agrees), the purpose, and the first rank.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def all_ranks() -> Group:
 
 
 def timeout(group: Group | None = None) -> timedelta:
-    """Return the operation timeout with which a group was created, by default of the group of all ranks."""
+    """Return the operation timeout with which a group (by default the group of all ranks) was created."""
     return compat.timeout_of(group or all_ranks())
 
 
@@ -87,8 +87,7 @@ class Groups:
         """The groups of a schedule that runs on all ranks of the sequence, without Ulysses.
 
         The first access is collective over all ranks of the sequence. NCCL runs the operations of a group one after the
-        other. Layer messages therefore avoid the group of the whole job, where they would queue behind ZeRO's
-        prefetched gathers.
+        other. To avoid queueing behind ZeRO's prefetched gathers, layer messages do not use the group of the whole job.
         """
         assert self.sp is not None
         size = self.sp.size()
@@ -119,9 +118,9 @@ class Groups:
         raise ConfigError("this SequenceParallel was closed, and its process groups with it; make another one")
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Free the groups without device communicators, since nothing uses them any more, not even a later backward.
+        """Free the groups without device communicators, which nothing uses any more, not even a later backward.
 
-        NCCL groups are not freed, because other ranks may not free them at the same time.
+        NCCL groups are not freed, because other ranks may not free the same groups at this point.
         """
         if not is_finalizing():
             groups = [group for group in vars(self).get("made", ()) if communicator_device(group) is None]
@@ -135,8 +134,8 @@ FREE_TIMEOUT = 5.0  # maximum seconds to wait for the threads of groups
 def free(groups: list[Group]) -> None:
     """Free all groups in the list, and clear the list. Nothing else may reference the groups.
 
-    An operation that never completed keeps its group's thread alive until the operation times out. This function does
-    not wait for such threads.
+    An operation that never completed keeps its group's thread alive until the operation times out. The function `free`
+    does not wait for threads of incomplete operations.
     """
     for number in range(len(groups)):
         with contextlib.suppress(ValueError):  # already destroyed, together with the group of all ranks
@@ -244,7 +243,7 @@ class _Maker:
         return self.by_ranks.get(ranks)
 
     def own_or_all(self, purpose: str, ranks: Iterable[int]) -> Group | None:
-        """Return the group of all ranks if `ranks` are all ranks, otherwise a group from `own`."""
+        """Return the group of all ranks if `ranks` contains every rank, otherwise a group from `own`."""
         ranks = tuple(ranks)
         return all_ranks() if 1 < len(ranks) == all_ranks().size() else self.own(purpose, ranks)
 
@@ -277,7 +276,7 @@ class _Maker:
 
 
 def _warm_up(used: set[Group | None], new_groups: list[Group]) -> None:
-    """Run one all-reduce on each device communicator, because its first call must include all members.
+    """Run one all-reduce on each device communicator, because a communicator's first call must include all members.
 
     A schedule's first transfer may involve only some members.
     """

@@ -157,7 +157,7 @@ def check_derivatives(*tensors: Tensor) -> None:
 
 
 def derivatives_error(*tensors: Tensor) -> InputError | None:
-    """Return an error if attention is called under an unsupported kind of differentiation, otherwise None."""
+    """Return an error if attention is called under an unsupported kind of differentiation, or None."""
     if compat.in_torch_func():
         return InputError(
             "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "
@@ -173,7 +173,7 @@ def derivatives_error(*tensors: Tensor) -> InputError | None:
 def of_one_head_dim(*tensors: Tensor) -> Sequence[Tensor]:
     """Return the tensors (..., D), each padded with zeros to the maximum D.
 
-    The zeros do not change scores; they only add elements to out.
+    Padding with zeros does not change scores, and only adds elements to out.
     """
     largest = max(x.shape[-1] for x in tensors)
     return [padded(x, largest) for x in tensors]

@@ -36,7 +36,7 @@ MOST_ADMITTED = 16  # number of checked inputs to remember
 
 
 class Runtime:
-    """One rank's settings, its rank in each group, and its communication.
+    """The settings, group ranks and communication of one rank.
 
     Args:
         of: Runtime that shares its guards and observers with this runtime; None creates new lists.
@@ -51,9 +51,9 @@ class Runtime:
         handle: Handle of this object, for custom ops.
         guards: Guards that are notified of calls.
         observers: Observers that are notified of program executions.
-        fewest_head_chunks: Function that chooses the number of head chunks for "auto" by memory. The arguments are the
-            recipe, the Ulysses size, the local shape, the mask, the shards, the kernel setting, and whether tensors are
-            on a GPU.
+        fewest_head_chunks: Function with which "auto" chooses the number of head chunks, based on memory. The arguments
+            are the recipe, the Ulysses size, the local shape, the mask, the shards, the kernel setting, and whether
+            tensors are on a GPU.
     """
 
     fewest_head_chunks: Callable[[Recipe, int, Shape, Mask, Shards, str, bool], int] = staticmethod(lambda *_: 1)

@@ -54,5 +54,5 @@ class Guard:
         return error
 
     def around(self, call: GuardedCall) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for a forward or backward; all communication happens inside it."""
+        """Return a context manager for a forward or backward, within which all communication happens."""
         return contextlib.nullcontext()

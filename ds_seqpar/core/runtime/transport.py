@@ -133,8 +133,8 @@ class Works:
     """torch's Work objects and their tensors, kept until `wait` because a dropped isend loses its message.
 
     NCCL sends on its own stream, after all work queued on the current stream before the post. In `wait`, the current
-    stream waits for NCCL, but the host does not. The tensors must therefore not be used between post and wait. While
-    this object references the tensors, their memory is not reused.
+    stream waits for NCCL, but the host does not. The sent and received tensors must not be used between post and wait.
+    While this object references the tensors, their memory is not reused.
 
     Args:
         communication: Context manager used to start the works and to wait for them.
@@ -143,7 +143,7 @@ class Works:
         tensors: The sent and received tensors.
 
     Attributes:
-        batch: Works of messages that run as one operation; after the wait, these works no longer reference tensors.
+        batch: Works of messages that run as one operation; after the wait, the works no longer reference tensors.
     """
 
     batch: list[Any] | None = None
@@ -245,7 +245,7 @@ def _all_gather(received: Tensor, sent: Tensor, group: Group) -> list[Started]:
 
 
 def _all_to_all(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahead: int | None = None) -> list[Started]:
-    """Start an all-to-all, where `sizes` are the sizes of the parts of `sent` and `received`.
+    """Start an all-to-all. `sizes` contains the sizes of the parts of `sent` and of `received`.
 
     `group` and `ahead` have the same meaning as in `_all_to_all_over_gloo`.
     """
@@ -261,7 +261,8 @@ PAIRS = 16  # maximum group size for connecting every pair up front, since each 
 def connected_to(rank: int, size: int) -> list[int]:
     """Return the group members that a member connects to up front.
 
-    In large groups, these are only its neighbors and the members half a group away; in small groups, all members.
+    In large groups, a member connects up front only to its neighbors and to members half a group away. In small groups,
+    all members are connected up front.
     """
     distances = range(1, size) if size <= PAIRS else (1, size // 2, -(-size // 2), size - 1)
     return sorted({(rank + distance) % size for distance in distances})

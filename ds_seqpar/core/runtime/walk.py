@@ -45,7 +45,7 @@ class Observer:
 
         Args:
             program: Description of the messages.
-            batches: For each wait in the program, the works of its messages, or None.
+            batches: For each wait in the program, the works of the awaited messages, or None.
         """
 
 
@@ -205,7 +205,7 @@ class Walk:
         self.work.product(q, kv, instruction.q_slot, launches, results)
 
     def accumulator(self, unit: Unit, slot: int) -> Accumulator:
-        """Return the accumulator of a unit, which uses the slot's memory as soon as it must be in accum_dtype."""
+        """Return the accumulator of a unit. If the accumulator must be in accum_dtype, it uses the slot's memory."""
         if unit not in self.results:
             buffers = self.buffers
             self.results[unit] = self.work.accumulator(unit[0], lambda: buffers.tensors(slot, unit))
@@ -284,7 +284,7 @@ EXECUTE = methods_of(Walk)
 
 
 def _rows_and_pieces(whole: Tensor, tensor: Tensor, rows: tuple[slice, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Return views of these rows of `whole` (B, n, ...), each with the matching piece of `tensor` (B, m, ...)."""
+    """Return views of the given rows of `whole` (B, n, ...), each with the matching piece of `tensor` (B, m, ...)."""
     if len(rows) == 1:
         return [(whole[:, rows[0]], tensor)]
     pieces = tensor.split([row.stop - row.start for row in rows], dim=1)

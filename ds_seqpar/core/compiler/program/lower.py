@@ -1,9 +1,9 @@
 """Lowering: turns a rank's steps into its program.
 
 Lowering decides which copies to make, when to wait for each transfer, and which slots to use. `lower` first gives every
-unit its own buffer. `assign` then lets buffers of the same size share a slot if their lifetimes do not overlap. Over
-gloo, a message is sent only after its receiver has reported that it is ready, and the report queues behind the
-receiver's own sends. Receives can therefore be posted at the start of an earlier step.
+unit its own buffer. The function `assign` then lets buffers of the same size share a slot if their lifetimes do not
+overlap. Over gloo, a message is sent only after its receiver has reported that it is ready, and the report queues
+behind the receiver's own sends. To avoid waiting, receives can be posted at the start of an earlier step.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class _Lowering:
         return (early or []) + ([self.post(index, sends, receives)] if sends or receives else [])
 
     def finish(self, steps: int) -> list[Instruction]:
-        """Complete a program with this number of steps, and return its code."""
+        """Complete the program after its last step, and return the program's code."""
         last = max(0, steps - 1)
         for due in sorted(self.merging):
             self.merge(last, due)
@@ -133,7 +133,7 @@ class _Lowering:
         return self.messages[unit]
 
     def post(self, index: int, sends: list[tuple[Move, int]], receives: list[tuple[Move, int]]) -> _Arrival:
-        """Post messages together, and return their ticket and the received transfers."""
+        """Post messages together, and return the ticket and the transfers to receive."""
         ticket = next(self.tickets)
         arriving = tuple(Transfer(move.src, move.unit, slot, self.tag(move.unit)) for move, slot in receives)
         leaving = tuple(Transfer(move.dst, move.unit, slot, self.tag(move.unit)) for move, slot in sends)
@@ -141,7 +141,7 @@ class _Lowering:
         return ticket, arriving
 
     def tag(self, unit: Unit) -> int:
-        """Return a message tag built from the unit's kind and first block.
+        """Return a message tag, built from the unit's kind and first block.
 
         Sender and receiver derive the same tag, and no other message between them uses the tag at the same time.
         """

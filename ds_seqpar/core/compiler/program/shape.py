@@ -69,9 +69,7 @@ class Shape:
         return self.kv_heads
 
     def product_bytes(self, direction: str, keys: int) -> int:
-        """Return the size in bytes of a product's temporaries for this number of keys, excluding the kernel's
-        workspace.
-        """
+        """Return the size in bytes of a product's temporaries, excluding the kernel's workspace."""
         return 0
 
     def field(self, name: str, dtype: str | None = None) -> Field:
@@ -135,7 +133,7 @@ def locations_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[Fi
 
 
 def token_bytes(fields: Iterable[Field]) -> int:
-    """Return the total bytes of these tensors per token of one sequence."""
+    """Return the total number of bytes per token of one sequence, over all fields."""
     return sum(f.elements * f.itemsize for f in fields)
 
 

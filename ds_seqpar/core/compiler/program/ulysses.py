@@ -113,7 +113,7 @@ def call_program(
     saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False, overlap: bool = False,
     kv: tuple[str, ...] = KV,
 ) -> Program:  # fmt: skip
-    """Return the program of a call, which computes one head chunk after the other.
+    """Return a call's program, which computes one head chunk after the other.
 
     Args:
         inner: Inner program of each head chunk.
@@ -149,7 +149,7 @@ def call_program(
 
 
 def operands(together: bool, kv: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the fields of each operand exchange."""
+    """Return the names of the tensors in each exchange of operands."""
     return [("q", *kv)] if together else [("q",), kv]
 
 
@@ -165,7 +165,7 @@ def inward_fields(
 
 
 def outward_fields(direction: str, lse: bool, kv: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the fields of each outward exchange, in order."""
+    """Yield the names of the tensors in each outward exchange, in order."""
     # dk and dv go first, separately from dq, to save memory: each exchange needs a send and a receive buffer
     if direction == "backward":
         yield from [tuple(f"d{name}" for name in kv), ("dq",)]
@@ -204,12 +204,12 @@ class _CallBuilder:
         return start
 
     def end(self, start: op.ExchangeStart) -> tuple[HeadExchange, int]:
-        """Wait for an exchange, and return it with its receive slot."""
+        """Wait for a head exchange, and return the exchange with its receive slot."""
         self.add(op.Wait(self.end_step(start), start.ticket), start.sent)
         return start.exchange, start.received
 
     def unpack(self, start: op.ExchangeStart) -> None:
-        """Wait for an outward exchange, and unpack the received tensors."""
+        """Wait for an outward head exchange, and unpack the received tensors."""
         self.end(start)
         self.add(op.UnpackHeads(self.end_step(start), start.exchange, start.received), start.received)
 

@@ -31,7 +31,7 @@ def register(schedule: Schedule) -> None:
     Call this function on every rank before creating any configuration.
 
     Raises:
-        ConfigError: The name of the schedule or of one of its settings is taken, or the schedule's axes are invalid.
+        ConfigError: The name of the schedule or of a setting is taken, or the schedule's axes are invalid.
     """
     names = [schedule.name, *(setting.name for setting in schedule.settings)]
     known = settings()

@@ -1,7 +1,7 @@
 """The actions of a schedule as data: products of blocks, and moves of operands and results between ranks.
 
-Blocks are numbered by the CP rank that owns them. With one block per rank, rank p owns block p. With several blocks per
-rank, rank p owns the blocks `owned(p, blocks_per_rank)`, in order of position. A *key* is a sorted tuple of block
+Block numbers follow the CP ranks that own the blocks. With one block per rank, rank p owns block p. With several blocks
+per rank, rank p owns the blocks `owned(p, blocks_per_rank)`, in order of position. A *key* is a sorted tuple of block
 numbers: one block, or several blocks gathered into one operand. Operands are "q" and "kv". In a backward plan, "q"
 stands for all tensors of a query block: q, the output's gradient, lse and delta. Accumulators are "out" in forward, and
 "dq" and "dkv" in backward.

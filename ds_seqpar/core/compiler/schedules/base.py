@@ -63,8 +63,8 @@ class Schedule:
         name: Name of the schedule in the settings.
         summary: One-line description.
         build: Function (topology, block mask, direction, moving_side) that returns the steps as a function of the rank.
-            Raises ConfigError if the schedule has no steps for these arguments. If the result is a `plan.Counted`, such
-            as `Rotation` or `Direct`, "auto" uses the block mask to pick the moving side.
+            `build` raises ConfigError if the schedule has no steps for these arguments. If the result is a
+            `plan.Counted`, such as `Rotation` or `Direct`, "auto" uses the block mask to pick the moving side.
         axes: Function (ranks, options) that returns the names and sizes of the rank axes, fastest-varying axis first.
         received: Function (axes, direction, moving_side, units) that computes, without a plan, how many elements each
             rank receives. `units` maps each kind of block to its number of elements, as in `Plan.received`. The count
@@ -75,8 +75,8 @@ class Schedule:
         shapes: Function of the number of ranks that returns every valid combination of the settings, one mapping per
             shape.
         resolve: Function (ranks, fixed, heads) that returns the settings of one shape, including the `fixed` settings.
-            The remaining settings are chosen for the given numbers of heads, if known. Raises ConfigError if the fixed
-            values do not fit.
+            The remaining settings are chosen for the given numbers of heads, if known. `resolve` raises ConfigError if
+            the fixed values do not fit.
         by_shape: Function (ranks, options) that returns the fields of this class that the shape overrides; see `at`.
         extra_layouts: Layouts that are registered and removed together with the schedule.
         layouts: Names of the layouts that the schedule supports.
@@ -84,7 +84,7 @@ class Schedule:
         moving_sides: Sides that the schedule can move; "auto" picks the side that sends fewer bytes.
         can_compute: Function (q block, kv block) that returns whether the schedule can compute the product of the two
             blocks.
-        collective_axes: Axes along which the schedule gathers and reduces; these axes need process groups.
+        collective_axes: Axes along which the schedule gathers and reduces, and which therefore need process groups.
         digest: Fingerprint of plans loaded from a file, which ranks compare in addition to the name.
         ring_axes: Axes of transfers between neighbors. Rank orders can place `ring_axes` or `collective_axes` within a
             node.
@@ -113,7 +113,7 @@ class Schedule:
         return dataclasses.replace(self, **self.by_shape(ranks, options))
 
     def shaped(self, ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None, layout: str) -> ScheduleOptions:
-        """Return the settings from `resolve`, or the settings of another shape if the layout requires it.
+        """Return the settings from `resolve`, or the settings of another shape if the layout requires another shape.
 
         If the resolved shape does not support the layout, return the first shape that supports the layout and has the
         `fixed` settings.
@@ -131,7 +131,7 @@ class Schedule:
 
     @property
     def rank_orders(self) -> dict[str, tuple[str, ...]]:
-        """Map each preset to the axes that it places first, omitting presets that need axes the schedule lacks."""
+        """Map each preset to the axes that it places first, omitting presets whose axes the schedule does not have."""
         first = {"ulysses_intra": ("ulysses",), "ring_intra": self.ring_axes, "collectives_intra": self.collective_axes}
         return {"auto": ("ulysses",), **{preset: axes for preset, axes in first.items() if axes}}
 

@@ -27,9 +27,9 @@ def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
     rank (x0, y0, z0) and the kv block of rank (x1, y1, z1) meet exactly once, on rank (x1, y0, z0).
 
     The shape (1, 1, A) is Ring Attention. The shape (a, b, 1) is Attention2D (Algs. 1-3; cols = a, rows = b). The shape
-    (C, C, A / C^2) is WallFacer with teams of C. WallFacer's initial k/v transfer is not needed here because q and k/v
-    are gathered along different axes. Collectives require blocks of equal length that every member of the group reads.
-    If blocks differ in length or are not all read, owners send their blocks directly.
+    (C, C, A / C^2) is WallFacer with teams of C. This implementation of WallFacer needs no initial k/v transfer,
+    because q and k/v are gathered along different axes. Collectives require blocks of equal length that every member of
+    the group reads. If blocks differ in length or are not all read, owners send their blocks directly.
     """
     a, b, turns = (topology.size(axis) for axis in "xyz")
     plane, size = a * b, a * b * turns
@@ -168,8 +168,8 @@ def grids(ranks: int) -> list[ScheduleOptions]:
 def grid(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
     """Return the grid's rows and cols.
 
-    If only one side is set, the other side is derived from it. If neither side is set, the sides are chosen to minimize
-    the elements received for these heads.
+    If only one of the two sides is set, the other side is derived from it. If neither side is set, the sides are chosen
+    to minimize the number of received elements.
     """
     rows, cols = fixed.get("rows"), fixed.get("cols")
     if not (rows or cols):

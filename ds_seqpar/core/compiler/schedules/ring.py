@@ -115,7 +115,7 @@ class Rotation(Counted):
         """Return the number of elements that each rank receives.
 
         Every hop of a unit transfers the unit. After the first visit, each hop also transfers the unit's results, and
-        the last visited rank sends these results home.
+        the last visited rank sends the results home.
         """
         size, there, operand = self.route.size, self.route.there, units[self.moving_side]
         follower = units[self.follower] if self.follower else 0
@@ -166,7 +166,7 @@ def ring(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Return the number of elements that each rank receives if it needs all A - 1 remote blocks of the moving side."""
+    """Return the number of elements that each rank receives, assuming that it needs all A - 1 remote blocks."""
     ranks = math.prod(size for _, size in axes)
     queries, keys = (0, ranks - 1) if moving_side == "kv" else (ranks - 1, 0)
     return blocks_received(ranks, queries, keys, direction, units)

@@ -1,9 +1,9 @@
 """The assignment of attention heads to Ulysses ranks, an integer rule that every rank evaluates independently.
 
 If there are at least as many key/value heads as Ulysses ranks, each Ulysses rank gets consecutive key/value heads and
-the query heads that read them. Otherwise, several consecutive Ulysses ranks share a key/value head and divide its query
-heads among themselves. Shares are equal if possible. Unequal shares differ by at most one head, with the larger shares
-first. This module does not import torch.
+the query heads that read them. With fewer key/value heads than Ulysses ranks, several consecutive Ulysses ranks share a
+key/value head and divide its query heads among themselves. Shares are equal if possible. Unequal shares differ by at
+most one head, with the larger shares first. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HeadChunk(NamedTuple):
 
 
 def head_chunks(q_heads: int, kv_heads: int, count: int) -> tuple[HeadChunk, ...]:
-    """Divide the heads into `count` head chunks, of which there can be at most `kv_heads`.
+    """Divide the heads into `count` head chunks, at most one per key/value head.
 
     Each head chunk has consecutive key/value heads and the query heads that read them.
     """
@@ -107,15 +107,15 @@ def legal_ulysses(size: int, q_heads: int) -> list[int]:
 def even_ulysses(size: int, q_heads: int, kv_heads: int, head_chunks: int = 1) -> list[int]:
     """Return, in ascending order, the Ulysses sizes that divide both `size` and the heads evenly.
 
-    Every Ulysses rank must also have a head in each head chunk. If a Ulysses size U exceeds `kv_heads`, U / kv_heads
-    Ulysses ranks share each key/value head.
+    Every Ulysses rank must have at least one head in each head chunk. If a Ulysses size U exceeds `kv_heads`, U /
+    kv_heads Ulysses ranks share each key/value head.
     """
     even = [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
     return [u for u in even if max_head_chunks(q_heads, kv_heads, u) >= head_chunks]
 
 
 def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, head_chunks: int | str = 1) -> None:
-    """Raise ConfigError if the heads cannot be divided among this many Ulysses ranks and head chunks."""
+    """Raise ConfigError if the heads cannot be divided among the Ulysses ranks and head chunks."""
     if kv_heads < 1 or q_heads % kv_heads:
         raise ConfigError(f"query heads must be a multiple of key/value heads; got {q_heads} and {kv_heads}")
     if ulysses > q_heads:
@@ -188,7 +188,7 @@ def head_shares(totals: tuple[int, ...], kv_heads: int | None, ulysses_size: int
 
 
 def _group(shares: list[tuple[slice, ...]]) -> EqualShares:
-    """Return the group of Ulysses ranks with the given shares: for each rank, its slice of heads of each tensor."""
+    """Return the group of Ulysses ranks with the given shares, i.e. each rank's slice of heads for each tensor."""
     heads = tuple(head_slice.stop - head_slice.start for head_slice in shares[0])
     spans = tuple(slice(first.start, last.stop) for first, last in zip(shares[0], shares[-1], strict=True))
     sharers = (len(shares) * h // (span.stop - span.start) for h, span in zip(heads, spans, strict=True))
@@ -231,7 +231,7 @@ def message_layout(
         kv_heads: Number of key/value heads or None, as in `tensor_share`.
         batch: Number of sequences.
         tokens: Number of tokens of each Ulysses rank.
-        ulysses_rank: The Ulysses rank that sends and receives these messages.
+        ulysses_rank: The Ulysses rank that sends and receives the messages.
     """
     shares = head_shares(totals, kv_heads, len(tokens))
     heads = [group.heads for group in shares.groups for _ in range(group.ranks)]

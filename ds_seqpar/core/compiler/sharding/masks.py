@@ -43,20 +43,21 @@ class Mask:
     """A mask over global positions: a query at position p sees the keys in [lo(p), hi(p)).
 
     The edges lo(p) and hi(p) never decrease with p, and every query sees its own position. If several limits are set,
-    all of them apply. Documents with parents are the only exception: a query also sees its document's parent, the
+    all of them apply. Documents with parents are the only exception, since a query also sees its document's parent, the
     parent's parent, and so on.
 
     Args:
-        causal: Whether queries see no keys after position p.
-        window: Maximum number of keys up to position p that a query sees, at least 1: the query sees no key before p -
-            window + 1. None means no limit.
-        window_right: Maximum number of keys after position p that a query sees, at least 0: the query sees no key after
-            p + window_right. `window_right` requires causal=False. None means no limit.
+        causal: Whether queries see no keys after their own position p.
+        window: Maximum number of keys, at least 1, that a query sees up to and including its own position p. The query
+            sees no key before position p - window + 1. None means no limit on the left.
+        window_right: Maximum number of keys, at least 0, that a query sees after its own position p. The query sees no
+            key after position p + window_right. `window_right` requires causal=False. None means no limit on the right.
         documents: Start positions of the documents in the sequence, ascending from 0. A query sees only keys in its own
-            document. () means a single document, and (0,) is normalized to ().
+            document. An empty tuple means a single document, and (0,) is normalized to the empty tuple.
         parents: Index of each document's parent, or -1 for none. A query also sees all keys of its document's parent,
             and everything that the parent sees. Documents must be in depth-first order: each child directly follows its
-            parent or the complete subtree of a sibling. Parents cannot be combined with a window. () means no parents.
+            parent or the complete subtree of a sibling. Parents cannot be combined with a window. An empty tuple means
+            that no document has a parent.
         prefix: Number of keys at the start of the sequence that are visible to every query (a prefix-LM). A prefix
             requires a causal mask without a window or documents.
         blocks: Spans (first, end) of tokens that attend to each other in both directions, such as the tokens of a
@@ -119,9 +120,7 @@ class Mask:
         _ = self.ancestors, self.handle, self._hash  # check the document order; cached for compiled graphs
 
     def __reduce__(self) -> tuple:
-        """Rebuild the mask when it is copied or unpickled, because a handle is valid only in the process that created
-        it.
-        """
+        """Rebuild a copied or unpickled mask, because a handle is valid only in the process that created the handle."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return functools.partial(Mask, **fields), ()
 
@@ -226,7 +225,7 @@ class Mask:
 
     @functools.cached_property
     def own(self) -> Level:
-        """The level in which each document sees itself."""
+        """The level that lets each document see itself."""
         starts = self.documents or (0,)
         ends = (*starts[1:], END)
         return Level(starts, ends, starts, ends)
@@ -309,9 +308,7 @@ def _checked_parents(parents: tuple[int, ...], documents: int) -> tuple[int, ...
 
 
 def _checked_blocks(blocks: tuple[tuple[int, int], ...], documents: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return validated blocks in the form that a mask stores: blocks of a single token are dropped, since they have no
-    effect.
-    """
+    """Return validated blocks in the form that a mask stores; blocks of a single token are dropped as irrelevant."""
     try:
         pairs = tuple((whole_number(first), whole_number(end)) for first, end in blocks)
     except (TypeError, ValueError):
@@ -447,9 +444,9 @@ def _meets_part(q: Run, kv: Run, span: tuple[int, int], mask: Mask) -> bool:
 def _meets_in_document(q: Triple, kv: Triple, mask: Mask) -> bool:
     """Return whether any query of a run sees any key of another run, if both runs are in the same document.
 
-    Under a window, the result depends on the nearest key at or before each query. The distance from query to nearest
-    key repeats every key_step / gcd(step, key_step) queries. If queries also see later keys, p is shifted to the last
-    position that the query sees.
+    Under a window, the result depends on the nearest key at or before each query. The distance from a query to the
+    nearest key repeats every key_step / gcd(step, key_step) queries. If queries also see later keys, p is shifted to
+    the last position that the query sees.
     """
     (p, step, rows), (key, key_step, keys) = q, kv
     last_key, window = key + key_step * (keys - 1), mask.window or END

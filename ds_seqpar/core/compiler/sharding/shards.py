@@ -49,8 +49,8 @@ class UnevenShards:
     position of the query sequence exactly once, and the kv runs every position of the key/value sequence. Instances are
     hashable by value.
 
-    New tokens that attend only to cached keys (`SequenceParallel.cache_attention`) begin at position `q_start`. The q
-    runs then cover all positions from `q_start` on, and the kv runs cover all positions from 0 on.
+    New tokens that attend only to cached keys (`SequenceParallel.cache_attention`) begin at position `q_start`. With a
+    `q_start`, the q runs cover all positions from `q_start` on, and the kv runs cover all positions from 0 on.
 
     Args:
         q: Runs of each CP rank's queries. If `blocks_per_rank` is above 1, pass the runs of each block; rank r's blocks
@@ -140,7 +140,7 @@ def tokens_of(shards: Shards, side: str, cp_rank: int) -> int:
 
 
 def rows_in(shards: Shards, side: str, block: int) -> slice:
-    """Return the slice of a block's tokens within its owner's tokens."""
+    """Return the slice of a block's tokens within the tokens of the block's owner."""
     before = shards.tokens(side, tuple(range(block - block % shards.blocks_per_rank, block)))
     return slice(before, before + shards.tokens(side, (block,)))
 
@@ -208,7 +208,7 @@ def _check_cover(side: str, blocks: Sequence[Runs], first: int = 0) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def rows_of(shards: Shards, side: str, blocks: Key, subset: Key) -> tuple[slice, ...]:
-    """Return the slices of the tokens of `subset` within the tokens of `blocks`, with both sorted by position."""
+    """Return the slices of the tokens of `subset` within the tokens of `blocks`; both are sorted by position."""
     wanted, rows, row = set(shards.runs(side, subset)), [], 0
     for run in shards.runs(side, blocks):
         if run in wanted:

@@ -67,7 +67,7 @@ def _blocks(tile: Tile, max_rows: int) -> Iterator[Tile]:
     """Split a band into blocks of at most `max_rows` rows with overlapping columns.
 
     A launch computes results for the columns of each block, so overlapping columns are counted once per block. With
-    that count, a launch has at most as many columns as the tile.
+    this count, a launch has at most as many columns as the tile.
     """
     rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
     size = min(rows, max_rows, max(tile.width, MIN_BLOCK_ROWS)) if max_rows else rows
@@ -96,8 +96,7 @@ def _squares(tile: Tile) -> Iterator[Tile]:
 
 
 def _square(q0: int, k0: int, rows: int, width: int, count: int) -> Iterator[Tile]:
-    """Yield the tiles of `count` consecutive bands of equal width, each with `rows` rows, where `rows` is at most the
-    width.
+    """Yield the tiles of `count` consecutive bands of equal width, each with at most as many rows as its width.
 
     A row sees the columns of its square from the diagonal on, the columns between its square and the next, and the
     columns of the next square up to the diagonal.

@@ -66,7 +66,7 @@ class Rows(NamedTuple):
     step: int = 0  # distance between the first rows of consecutive groups
 
     def of(self, x: Any) -> Any:
-        """Return a view of a tensor (B, n, ...) that contains only these rows.
+        """Return a view of a tensor (B, n, ...) that contains only the rows of this object.
 
         The view has the shape (B, size, ...) for one group, and (B, groups, size, ...) for several groups.
         """
@@ -338,7 +338,7 @@ def _both(left: list, right: list, length: int) -> Iterator[Piece]:
 
 
 def _join(pieces: list[Piece], piece: Piece) -> None:
-    """Append a piece, or merge it into the last piece if both edges continue without a break.
+    """Append a piece, or extend the last piece if both edges continue without a break.
 
     A piece of one row can be merged with edges that stay as well as with edges that move.
     """

@@ -20,7 +20,7 @@ SLOW: list[Callable[[Kernel, BlockSpec], str]] = []
 
 
 def register(kernel: Kernel) -> None:
-    """Register a kernel so that configurations can select it by name. "auto" tries it last.
+    """Register a kernel so that configurations can select it by name. "auto" tries the added kernel last.
 
     Call this function on every rank before creating any configuration.
 
@@ -38,7 +38,10 @@ def register(kernel: Kernel) -> None:
 
 
 def register_first(*kernels: Kernel) -> None:
-    """Add kernels that "auto" tries first, in this order. Their names must already be in `launches.KERNELS`."""
+    """Add kernels that "auto" tries first, in this order.
+
+    The names of the added kernels must already be in `launches.KERNELS`.
+    """
     others = dict(KERNELS)
     KERNELS.clear()
     KERNELS.update({kernel.name: kernel for kernel in kernels} | others)

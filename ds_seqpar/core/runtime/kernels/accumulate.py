@@ -66,10 +66,10 @@ class Accumulator:
         return tuple(x if self._rows else x[:, : self._end] for x in self._held or ())
 
     def expect(self, rows: Rows) -> None:
-        """Prepare for an `add` to these rows, before the kernel is called.
+        """Prepare for an `add` to the given rows, before the kernel is called.
 
-        Rows that will be added to are cast to accum_dtype now. Without this cast, copies in both dtypes would be in
-        memory at the same time as the kernel's result.
+        Existing rows that `add` will update are cast to accum_dtype. Without the early cast, copies in both dtypes
+        would be in memory at the same time as the kernel's result.
         """
         if self._held is not None and rows.start < self._end:
             self._widen()
@@ -109,7 +109,7 @@ class Accumulator:
         self._end = max(self._end, rows.end)
 
     def add_(self, *arrived: Tensor) -> None:
-        """Add another rank's partial result for all rows. The result's tensors may be modified.
+        """Add another rank's partial result for all rows. The tensors of the partial result may be modified.
 
         If the arrived tensors are in accum_dtype, the held tensors are added to the arrived tensors in place, and the
         arrived tensors replace the held tensors.
@@ -358,9 +358,9 @@ def _difference(a: Tensor, b: Tensor) -> Tensor:
 def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | None = None) -> None:
     """Apply an elementwise in-place function to pieces of the tensors, of which the first is the largest.
 
-    On CPUs, the function's temporaries (and torch's own if dtypes differ) then take at most a 16th of the first
-    tensor's size, and fit in the caches. On devices, where a call may cost more than its elements, a piece has
-    `AT_ONCE` elements. The last dimension is not cut.
+    On CPUs, the function's temporaries (and torch's own if dtypes differ) take at most a 16th of the first tensor's
+    size, and fit in the caches. On devices, where a call may cost more than its elements, a piece has `AT_ONCE`
+    elements. The last dimension is not cut.
     """
     x = tensors[0]
     limit = limit or (max(MERGED_AT_ONCE, x.numel() // 16) if x.is_cpu else AT_ONCE)

@@ -62,8 +62,8 @@ class Kernel(Protocol):
         name: The name by which configurations select the kernel.
         support: The kernel's features beyond full and causal blocks:
 
-            - bands (`band`): both methods have an extra parameter `width: int = 0`. If it is not 0, row i sees columns
-              i to i + width - 1, as far as they exist;
+            - bands (`band`): both methods have an extra parameter `width: int = 0`. If `width` is not 0, row i sees
+              columns i to i + width - 1, as far as the columns exist;
             - windows (`windows`): both methods have an extra parameter `segments: Segments | None = None`.
         tolerance: For each dtype, the maximum max|a-b|/max|b| against fp64 that the conformance tests allow.
         ran_on: The devices on which the conformance suite has passed.
@@ -75,7 +75,7 @@ class Kernel(Protocol):
     ran_on: str
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        """Return the reasons why the kernel does not support the spec, or an empty list if it does."""
+        """Return the reasons why the kernel does not support the spec, or an empty list if the spec is supported."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
