@@ -103,10 +103,10 @@ class SequenceParallelConfig:
     """Schedule of the `size / ulysses` ranks: a built-in name, a registered name, or a plan in a file. Plans can be
     printed with `show --plan` or written by hand. `"auto"` selects `"ring"`."""
     layout: Annotated[str, OneOf("layout", lambda: ("auto", *layouts.LAYOUTS))] = "auto"
-    """How tokens are assigned to ranks. `"contiguous"` assigns consecutive tokens. `"zigzag"` assigns chunks r and
-    2A-1-r of 2A to rank r, which balances causal work in every step. `"striped"` assigns every A-th token (Striped
-    Attention). `"balanced"` divides packed documents into shares of equal work, and a single document as `"zigzag"`
-    does. `"auto"` selects the schedule's own layout, usually `"balanced"`."""
+    """How tokens are assigned to ranks. `"contiguous"` assigns consecutive tokens to each rank. `"zigzag"` assigns
+    chunks r and 2A-1-r of 2A to rank r, which balances causal work in every step. `"striped"` assigns every A-th token
+    to the same rank (Striped Attention). `"balanced"` divides packed documents into shares of equal work, and a single
+    document as `"zigzag"` does. `"auto"` selects the schedule's own layout, usually `"balanced"`."""
     rotate_forward: Rotate = "auto"
     """Operand that rotates in forward: `"kv"`, or `"q"` with its partial results. `"auto"` selects the operand that
     sends fewer bytes."""
@@ -160,10 +160,10 @@ class SequenceParallelConfig:
     `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits in memory. Settings that are given keep their
     values."""
     agreement: Literal["auto", "always"] = "auto"
-    """When ranks check that they are about to run the same call. On CPUs, `"auto"` runs the check before a call sends
-    anything. On accelerators, `"auto"` runs the check before a call only if the call differs from all earlier calls.
-    All other calls on accelerators are checked at the end of each step, where hosts wait for one another once.
-    `"always"` runs the check before every call, on any device."""
+    """When ranks check that they are about to run the same call. On CPUs, `"auto"` runs the agreement check before a
+    call sends anything. On accelerators, `"auto"` runs the agreement check before a call only if the call differs from
+    all earlier calls. All other calls on accelerators are checked at the end of each step, where hosts wait for one
+    another once. `"always"` runs the agreement check before every call, on any device."""
     recurrent_layers: Literal["auto", "heads", "states"] = "auto"
     """How ranks share layers with a state, such as Mamba-2 layers. With `"heads"`, Ulysses ranks exchange heads, and CP
     ranks pass states to the next CP rank. With `"states"`, all ranks pass states to the next rank. `"auto"` selects the
@@ -259,7 +259,8 @@ class SequenceParallelConfig:
         Args:
             world_size: Number of ranks of the job.
             heads: The model's numbers of (query heads, key/value heads), if known.
-            per_node: Number of ranks per node; with "auto", `ulysses` stays within a node. None: "auto" ignores nodes.
+            per_node: Number of ranks per node; with "auto", `ulysses` stays within a node. If None, "auto" ignores
+                nodes.
 
         Raises:
             ConfigError: `size` does not divide the world size, `ulysses` does not divide `size`, or `ulysses` does not

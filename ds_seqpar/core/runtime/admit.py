@@ -184,7 +184,7 @@ def check_inputs(runtime: Runtime, tensors: Sequence[Tensor], options: Attention
 
 
 def _key(tensors: Sequence[Any], options: AttentionOptions) -> tuple | None:
-    """Return a key of everything that the checks read, except derivatives.
+    """Return a cache key that covers everything the checks read, except derivatives.
 
     Inputs with equal keys pass the same checks. The key is None if an input is nested, or is not a plain tensor or
     parameter.

@@ -58,7 +58,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], settings: CallSettings) -> Saved:
-        """Split a flat list of saved tensors."""
+        """Return a `Saved`, given a flat list of its tensors."""
         lses, rest = [*tensors[: settings.head_chunks]], [*tensors[settings.head_chunks :]]
         end = len(rest) - settings.head_chunks * settings.saves.out
         return cls(lses, rest[:end], rest[end:])
@@ -158,13 +158,13 @@ class Call(abc.ABC):
         self.of_head_chunk(self.local_results[field], head_chunk, field).copy_(tensor)
 
     def take_local(self, head_chunk: int) -> None:
-        """Set the inner tensors to the head chunk's heads of the local tensors if there are no other Ulysses ranks."""
+        """Set the inner tensors to the head chunk's heads of the local tensors if this is the only Ulysses rank."""
         if self.alone:
             one_head_chunk = len(self.heads.head_chunks) == 1
             self.inner = self.local if one_head_chunk else {field: self.part(head_chunk, field) for field in self.local}
 
     def put_inner(self, head_chunk: int, **results: Tensor) -> None:
-        """Store inner results by field; with a single Ulysses rank, inner results are results of local tokens."""
+        """Store inner results by field, or store them as results of local tokens if this is the only Ulysses rank."""
         if self.alone:
             for field, x in results.items():
                 self.put_result(head_chunk, field, x)

@@ -119,7 +119,7 @@ class Operator:
         return shape_of_heads(comm_dtype, name, batch, heads, self.kind, **self.widths(shapes))
 
     def widths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Return the attributes of `kind` in addition to those of `Shape`."""
+        """Return the attributes that `kind` has in addition to the attributes of `Shape`."""
         return {}
 
 

@@ -97,7 +97,7 @@ class Comm(Protocol):
 
         Args:
             what: Name of the operation in error messages.
-            shares: Whether each rank receives only its share of every x, as (ranks, n / ranks) in the same order.
+            shares: Whether each rank receives only its share of every x, as a tensor (ranks, n / ranks).
         """
         ...
 

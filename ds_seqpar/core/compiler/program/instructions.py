@@ -156,8 +156,8 @@ class Finish(NamedTuple):
 class HeadExchange(NamedTuple):
     """Tensors of a head chunk that Ulysses ranks exchange in one all-to-all.
 
-    Inward, each rank exchanges its own tokens with all heads of the head chunk for all tokens of the CP rank with a
-    share of the heads. Outward, the exchange is reversed.
+    In the inward direction, each rank sends its own tokens with all heads, and receives all tokens of the CP rank with
+    a share of the heads. The outward direction is the reverse.
     """
 
     head_chunk: int
@@ -198,7 +198,7 @@ class ExchangeStart(NamedTuple):
 
 
 class Enter(NamedTuple):
-    """Begin a head chunk; from here on, local tensors are those of the head chunk."""
+    """Begin a head chunk, which provides the local tensors from here on."""
 
     step: int
     head_chunk: int
@@ -206,7 +206,7 @@ class Enter(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """End a head chunk: keep the results of its `Finish`, and release its operands."""
+    """End a head chunk by keeping the results of its `Finish` and releasing its operands."""
 
     step: int
     head_chunk: int

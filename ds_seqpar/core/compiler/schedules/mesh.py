@@ -122,7 +122,7 @@ def shapes(ranks: int) -> list[ScheduleOptions]:
 
 
 def resolve(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Return the configured mesh, or by default Attention2D's grid with k/v in a ring instead of gathered.
+    """Return the configured mesh, or by default Attention2D's grid with k/v rotating instead of gathered.
 
     The default transfers as many elements as Attention2D and needs less memory.
     """

@@ -114,8 +114,8 @@ class Rotation(Counted):
     def received(self, units: Mapping[str, float]) -> list[float]:
         """Return the number of elements that each rank receives.
 
-        Every hop of a unit transfers the unit. After the first visit, each hop also transfers the unit's results, and
-        the last visited rank sends the results home.
+        Every hop transfers a unit to the next rank. After the first visit, each hop also transfers the unit's results,
+        and the last visited rank sends the results home.
         """
         size, there, operand = self.route.size, self.route.there, units[self.moving_side]
         follower = units[self.follower] if self.follower else 0

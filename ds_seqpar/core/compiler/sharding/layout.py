@@ -23,8 +23,8 @@ class Topology:
 
     Attributes:
         axes: Pairs (name, size). The names "ulysses" and "data" are reserved; all other axes are CP axes.
-        inner: CP axes in CP rank numbering order, fastest-varying first, regardless of placement. Defaults to the order
-            in `axes`.
+        inner: CP axes in the order that defines CP rank numbers, fastest-varying first, regardless of placement.
+            Defaults to the order in `axes`.
         collective_axes: CP axes along which the schedule runs collectives.
     """
 
@@ -39,7 +39,7 @@ class Topology:
         """Return the topology for a schedule's axes.
 
         Args:
-            inner: Axes of the schedule, in CP rank numbering order.
+            inner: Axes of the schedule, in the order that defines CP rank numbers.
             order: Order of all axes; see `axis_order`.
         """
         sizes = {"ulysses": ulysses, **dict(inner), "data": data}

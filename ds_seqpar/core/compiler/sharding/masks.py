@@ -47,7 +47,7 @@ class Mask:
     parent's parent, and so on.
 
     Args:
-        causal: Whether queries see no keys after their own position p.
+        causal: Whether queries see only keys up to their own position.
         window: Maximum number of keys, at least 1, that a query sees up to and including its own position p. The query
             sees no key before position p - window + 1. None means no limit on the left.
         window_right: Maximum number of keys, at least 0, that a query sees after its own position p. The query sees no
@@ -202,7 +202,7 @@ class Mask:
         return dataclasses.replace(self._inside, window=None)
 
     def parts(self, q: Triple) -> Iterator[tuple[int, Triple, tuple[int, int], Mask]]:
-        """Split a run of queries into parts with masks that have no blocks.
+        """Split a run of queries into parts, each with a mask without blocks.
 
         Yields:
             (number of the run's queries before the part, the part, range [k0, k1) of keys that the part may see, mask
@@ -445,8 +445,8 @@ def _meets_in_document(q: Triple, kv: Triple, mask: Mask) -> bool:
     """Return whether any query of a run sees any key of another run, if both runs are in the same document.
 
     Under a window, the result depends on the nearest key at or before each query. The distance from a query to the
-    nearest key repeats every key_step / gcd(step, key_step) queries. If queries also see later keys, p is shifted to
-    the last position that the query sees.
+    nearest key repeats every key_step / gcd(step, key_step) queries. If a query also sees later keys, the query's
+    position p is shifted to the last position that the query sees.
     """
     (p, step, rows), (key, key_step, keys) = q, kv
     last_key, window = key + key_step * (keys - 1), mask.window or END

@@ -177,7 +177,7 @@ class Accumulator:
         self._end = rows.end
 
     def _write_blank(self, end: int | None = None) -> None:
-        """Fill the blank rows before row `end`, or all blank rows."""
+        """Fill all blank rows, or only the blank rows before row `end`."""
         if self._held and self._end >= (self._held[0].shape[1] if end is None else end):
             return
         for x, value in zip(self._held or (), self.blank, strict=False):
@@ -248,7 +248,7 @@ def _result(x: Tensor, rows: Rows, upper: bool) -> Tensor:
 
 
 def _keywords(launch: Tile) -> dict[str, Any]:
-    """Return the arguments that only kernels with bands or windows have."""
+    """Return the extra arguments for kernels with bands or windows."""
     return (
         {"width": launch.width} if launch.kind == "band" else {"segments": launch.segments} if launch.segments else {}
     )
