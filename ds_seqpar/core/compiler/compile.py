@@ -1,9 +1,9 @@
 """The compiler: turns settings, mask and lengths into the program of one rank.
 
-Each compilation stage caches its results by its inputs. The structure of a program specifies what is computed and
-moved, in which order, and in which slots. The structure depends on which pairs of blocks meet, i.e. some query in the q
-block sees some key in the kv block. Under a causal or full mask, sequence lengths do not affect which blocks meet.
-Lengths determine the number of tokens per slot and the tiles of each product.
+Each compilation stage caches its results, keyed by its inputs. The structure of a program specifies what is computed
+and moved, in which order, and in which slots. The structure depends on which pairs of blocks meet, i.e. some query in
+the q block sees some key in the kv block. Under a causal or full mask, sequence lengths do not affect which blocks
+meet. Lengths determine the number of tokens per slot and the tiles of each product.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
     `do` is 0.
 
     The rowsum with `do` is all that a backward kernel computes from out. Each row of `do` is first divided by its
-    maximum, since `|do|^2` underflows in fp32.
+    maximum, since `|do|^2` can underflow in fp32.
 
     Args:
         do: (B, n, H, D).

@@ -51,7 +51,7 @@ class Runtime:
         handle: Handle of this object, for custom ops.
         guards: Guards that are notified of calls.
         observers: Observers that are notified of program executions.
-        fewest_head_chunks: Function with which "auto" chooses the number of head chunks, based on memory. The arguments
+        fewest_head_chunks: Function that picks the number of head chunks for "auto", based on memory. The arguments
             are the recipe, the Ulysses size, the local shape, the mask, the shards, the kernel setting, and whether
             tensors are on a GPU.
     """

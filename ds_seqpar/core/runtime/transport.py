@@ -382,7 +382,7 @@ class TorchComm:
 class OneRing(TorchComm):
     """The transport of a second schedule, which runs on all ranks of the sequence.
 
-    `OneRing` shares the groups and counts of the configured transport.
+    `OneRing` derives its groups from the configured transport, and shares the transport's counts.
     """
 
     first_tag = 0x7800  # may use the group of all ranks, so avoids the tags of agreements and exchanges

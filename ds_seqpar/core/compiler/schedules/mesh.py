@@ -29,7 +29,8 @@ def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
     The shape (1, 1, A) is Ring Attention. The shape (a, b, 1) is Attention2D (Algs. 1-3; cols = a, rows = b). The shape
     (C, C, A / C^2) is WallFacer with teams of C. This implementation of WallFacer needs no initial k/v transfer,
     because q and k/v are gathered along different axes. Collectives require blocks of equal length that every member of
-    the group reads. If blocks differ in length or are not all read, owners send their blocks directly.
+    the group reads. If blocks differ in length, or some members do not read all blocks, owners send their blocks
+    directly.
     """
     a, b, turns = (topology.size(axis) for axis in "xyz")
     plane, size = a * b, a * b * turns

@@ -242,7 +242,7 @@ def _append_blocks(
 
 
 def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[int, list[Triple]]:
-    """Return (number of tokens before lo, part in [lo, hi)) of a chain, starting at run `index`."""
+    """Return how many of a chain's tokens from run `index` on come before lo, and the chain's part in [lo, hi)."""
     column = 0
     keys: list[Triple] = []
     while index < len(chain) and chain[index][0] < hi:
