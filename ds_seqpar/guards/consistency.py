@@ -160,7 +160,7 @@ class ConsistencyChecker:
         self._before = 0
 
     def flush_before(self, group: dist.ProcessGroup | None) -> None:
-        """Call `flush` before a comparison in another group, whose ranks might otherwise wait for ranks that wait here."""
+        """Call `flush` before a comparison in another group, so that its ranks do not wait for ranks that wait here."""
         if self._entries and self.group is not group:
             self.flush()
 
