@@ -56,7 +56,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(step: TrainingStep, machine: Machine) -> Estimate:
-    """Estimate the time of a step: attention in all layers, matrix products, pictures, and states sent between ranks."""
+    """Estimate the time of a step: attention in all layers, matrix products, pictures, and exchange of states."""
     m, config = step.model, step.config
     seconds, found = 0.0, list[Attention]()
     if m.index is not None:
