@@ -3,14 +3,14 @@
 A causal pair is a query and a key that the query may see under a causal mask of the documents.
 
 Ranks are halved recursively. At each halving, documents are sorted into a row by their mean number of keys per query.
-The left half of the ranks takes a window of the row that contains the half's share of tokens. The window is moved until
-it also contains the half's share of pairs. Such a position exists because the number of pairs grows as the window moves
-from the fewest keys to the most. If the window cuts a document, the left half takes the front of the document, so that
-k/v are sent from lower ranks to higher ranks. If one document has most of the pairs, even the last window may have too
-few pairs. The large document is then cut as in zigzag: the left half takes enough of both ends to reach its share of
-pairs.
+The left half of the ranks receives the documents in a window of the row, which contains the half's share of tokens. The
+window is moved until it also contains the half's share of pairs. A suitable position exists because the number of pairs
+grows as the window moves toward documents with more keys. If the window cuts a document, the left half takes the front
+of the document, so that k/v are sent from lower ranks to higher ranks. If one document has most of the pairs, even the
+last window may have too few pairs. A document that dominates the pairs is then cut as in zigzag: the left half takes
+enough of both ends to reach its share of pairs.
 
-Documents with parents form one item of the row per tree, unless a tree has too many tokens or pairs.
+All documents of a tree form a single item of the row, unless the tree has too many tokens or pairs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ TOLERANCE = 256  # allowed error of a half's pairs: 1 / TOLERANCE of its share, 
 def balanced(lengths: Sequence[int], ranks: int, parents: tuple[int, ...] = ()) -> tuple[Runs, ...]:
     """Return the runs of packed documents on each CP rank, for `UnevenShards(balanced(lengths, ranks))`.
 
-    All ranks compute the same runs. Token counts of ranks differ by at most one. Causal pairs differ by a few parts in
-    a thousand, or by the pairs of one token. At most 2 * (ranks - 1) documents are cut; every other document is whole
-    on one rank. The ranks have at most len(lengths) + 4 * (ranks - 1) runs in total. A block of k/v is sent only if the
-    block contains part of a cut document. A single document is divided as in zigzag, into an early and a late chunk for
-    each rank, with chunk lengths that differ by at most one token.
+    All ranks compute the same runs. Token counts of ranks differ by at most one. Numbers of causal pairs differ by a
+    few parts in a thousand, or by the pairs of one token. At most 2 * (ranks - 1) documents are cut; every other
+    document is whole on one rank. The ranks have at most len(lengths) + 4 * (ranks - 1) runs in total. A block of k/v
+    is sent only if the block contains part of a cut document. A single document is divided as in zigzag, into an early
+    and a late chunk for each rank, with chunk lengths that differ by at most one token.
 
     Args:
         lengths: Number of tokens in each document, in order from position 0.
@@ -82,8 +82,8 @@ class _Piece(NamedTuple):
     def ends(self, tokens: int) -> tuple[int, int]:
         """Return how many of `tokens` tokens are taken from the front and from the back.
 
-        A piece with one interval gives all tokens from the front. A piece with two intervals gives tokens with the same
-        mean number of keys as the whole piece.
+        From a piece with one interval, all tokens are taken from the front. From a piece with two intervals, tokens are
+        taken with the same mean number of keys as the whole piece.
         """
         _, p, q, r, s, _, total, pairs = self
         if q == s:
@@ -184,8 +184,8 @@ def _zigzag(piece: _Piece, ranks: int) -> list[list[_Item]]:
 def _halved(pieces: list[_Item], share: int, ranks: int) -> tuple[list[_Item], list[_Item]]:
     """Return the pieces of the lower `share` of the ranks, and the pieces of the other ranks.
 
-    If a piece's document continues on ranks below or above these, the piece goes to the adjacent half if possible. The
-    piece's k/v then arrive after one hop.
+    If a piece belongs to a document that continues on lower or higher ranks, the piece goes to the adjacent half if
+    possible. The piece's k/v then arrive after one hop.
     """
     tokens = sum([piece.tokens for piece in pieces]) * share // ranks
     pairs = sum([piece.pairs for piece in pieces]) * share // ranks
@@ -232,7 +232,7 @@ class _Row:
         self.last = self.starts[-1] - width  # last position of the window
 
     def reaches(self, pairs: int) -> bool:
-        """Return whether some window is certain to have this number of causal pairs."""
+        """Return whether some window is guaranteed to contain this number of causal pairs."""
         return 0 < self.width < self.starts[-1] and self.pairs(0) <= pairs <= self.pairs(self.last)
 
     def edges(self, at: int) -> tuple[int, int, int, int]:

@@ -19,8 +19,8 @@ class BatchLayout:
     """Assignment of a batch's tokens to ranks, with the batch's attention mask.
 
     `shard_batches` creates a `BatchLayout` for packed documents, for padding that is not simply on the right, and for
-    lengths that ranks cannot share equally. The sharded batch stores its layout as "placement"; in all other batches,
-    "placement" is `EQUAL`. Pass the layout's mask and shards to `sp.attention`, and the layout itself to `sp.gather` or
+    lengths that ranks cannot share equally. A sharded batch stores its layout under "placement"; a batch without a
+    layout stores `EQUAL`. Pass the layout's mask and shards to `sp.attention`, and the layout itself to `sp.gather` or
     a patched model.
     """
 
@@ -45,7 +45,7 @@ class BatchLayout:
         return f"of {self.tokens} tokens {self.fingerprint}"
 
     def mask_with_window(self, window: int | None) -> Mask:
-        """Return the mask restricted to a layer's sliding window in tokens; a `window` of None sets no limit."""
+        """Return the mask restricted to a layer's sliding window of `window` tokens, or the mask itself for None."""
         return self.mask if window is None or self.fits(window) else _with_window(self.mask, window)
 
     def fits(self, tokens: int) -> bool:

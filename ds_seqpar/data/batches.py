@@ -46,7 +46,7 @@ def shard_microbatches(
 ) -> list[dict[str, Any]]:
     """Return this rank's shard of every micro-batch of an optimizer step.
 
-    All ranks that share sequences must pass the same micro-batches. Collective over all ranks of the job.
+    All ranks that share sequences must pass the same micro-batches. Every rank of the job must make this call.
 
     The loss that a rank computes from its shard is only the rank's part; `sp.mean_loss` returns the loss over all
     ranks. The local loss carries G times the gradient, and `engine.backward` divides by G. Without DeepSpeed, call
@@ -63,7 +63,7 @@ def shard_microbatches(
             - other tensors that `inputs` or a patched model declares;
             - non-tensors and 0-dim tensors, which are returned unchanged.
         causal: Whether attention is causal.
-        steps: G, if known.
+        steps: Number of micro-batches (G), if known.
         device: Device to copy this rank's tensors to; None leaves each tensor on its device.
         inputs: Declarations of further tensors, by name (`data.inputs`).
 
@@ -117,9 +117,9 @@ def _prepare(
     """Prepare this rank's micro-batches without communication.
 
     Returns:
-        A tuple of three items: this rank's shard of each micro-batch; the number of counted labels in these shards and
-            the number of labels in the whole micro-batches that only left padding could predict; a fingerprint of each
-            whole micro-batch for comparison between ranks of a sequence.
+        This rank's shard of each micro-batch, a list of two label counts, and a fingerprint of each whole micro-batch
+        for comparison between ranks of a sequence. The first count is the number of counted labels in the shards. The
+        second count is the number of labels in the whole micro-batches that only left padding could predict.
     """
     checked = [check_batch(sp, batch, causal) for batch in microbatches]
     sharded = [_shard(batch, table, batch.inputs["labels"].device) for batch in checked]
@@ -158,7 +158,7 @@ def shard_call(
 
     Returns:
         The shard, without `num_items_in_batch`, on the tokens' device, and the number of counted labels in the whole
-        batch. The number is a float, or a 0-dim tensor if labels are counted on a device.
+        batch. The number of labels is a float, or a 0-dim tensor if labels are counted on a device.
 
     Raises:
         InputError: If the batch cannot be sharded.
@@ -295,8 +295,8 @@ def _layout_of(
 ) -> tuple[Tensor | None, Lengths | None, BatchLayout | None]:
     """Return the padding mask, the lengths of documents and padding stretches, and the layout of a batch.
 
-    The host reads the inputs from which these are computed. Each item may be None: if there is no padding, if each row
-    is one document, or if the configured layout is enough.
+    All three items are computed on the host. The mask is None if there is no padding, the lengths are None if each row
+    is one document, and the layout is None if the configured layout is enough.
     """
     mask = checked_mask(batch.get("attention_mask"), (rows, seq))
     on_left = mask is not None and not bool(mask[:, 0].all())
@@ -407,7 +407,7 @@ def checked_mask(mask: object, shape: tuple[int, ...]) -> Tensor | None:
 def _continued_through_padding(positions: Tensor, mask: Tensor) -> Tensor:
     """Return position_ids with new values at padding, since collators put arbitrary values there.
 
-    Positions continue in the padding after a row's tokens, and count from 0 in the padding before them.
+    Positions continue in the padding after a row's tokens, and count from 0 in the padding before the tokens.
     """
     rows, seq = mask.shape
     if positions.shape not in ((seq,), (1, seq), (rows, seq)):
@@ -455,7 +455,7 @@ def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict
 def fingerprint(batch: Mapping[str, Any] | list[Any]) -> dict[str, str]:
     """Return fingerprints that must be equal on all ranks of a sequence.
 
-    A tensor's fingerprint consists of its dtype, shape and value digest, by name. A list of rows has a single digest.
+    The fingerprint of a tensor consists of its dtype, shape and value digest. A list of rows has a single digest.
     """
     if isinstance(batch, list):  # the repr of an object may contain its address
         return {"rows": f"{len(batch)} {Fingerprint.of(re.sub(' at 0x[0-9a-fA-F]+', '', repr(batch)))}"}

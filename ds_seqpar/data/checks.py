@@ -46,7 +46,7 @@ def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None, checks:
         checks: Collector that raises InputError for invalid values immediately or later.
 
     Returns:
-        Replacements, by name, for tensors whose values are checked later. Invalid values are replaced in these tensors,
+        Replacements, by name, for tensors whose values are checked later. The replacements contain no invalid values,
         because kernels would otherwise abort the process before the error is raised.
     """
     tokens, classes = vocabulary or (None, None)
@@ -79,7 +79,7 @@ def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None, checks:
 def _require_none(x: Tensor, wrong: Tensor, sentence: str, checks: ValueChecks) -> None:
     """Check that `wrong`, a bool tensor shaped like `x`, is False everywhere.
 
-    `x` has shape (rows, tokens). The `sentence` contains {} for the first invalid value and its location.
+    `x` has shape (rows, tokens). The format string `sentence` contains {} for the first invalid value and its location.
     """
     if not x.numel():
         return
@@ -97,7 +97,7 @@ def _require_none(x: Tensor, wrong: Tensor, sentence: str, checks: ValueChecks) 
 def predicted_from_padding(labels: Tensor, mask: Tensor) -> Tensor:
     """Count the rows that begin with padding and have a counted label at their first real token.
 
-    Only padding could predict such a label.
+    Only padding could predict a label at the first real token of a row.
 
     Args:
         labels: int64 (rows, tokens).

@@ -1,9 +1,9 @@
 """Distribute the samples of an optimizer step over groups and micro-batches so that groups have equal costs.
 
-The most expensive samples are assigned first, each to the group with the lowest cost so far. Within a group, samples
-are assigned to micro-batches in the same way. The number of tokens in a micro-batch is limited. All groups have the
-same number of micro-batches, because groups reduce gradients and gather parameters together. If the token limit leaves
-costs too uneven, one more micro-batch is tried.
+The most expensive samples are assigned first, each to the group with the lowest cost so far. Within a group, each
+sample goes to the micro-batch with the lowest cost so far. The number of tokens in a micro-batch is limited. All groups
+have the same number of micro-batches, because groups reduce gradients and gather parameters together. If the token
+limit leaves costs too uneven, one more micro-batch is tried.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def deal(tokens: Sequence[int], costs: Sequence[float], groups: int, cap: int) -
         cap: Maximum number of tokens in a pack.
 
     Returns:
-        The same number of packs for each group, the most expensive packs first; some packs may be empty.
+        A list of packs for each group, sorted by descending cost. All lists have the same length, and some packs may be
+        empty.
 
     Raises:
         InputError: If a sample has more tokens than fit in a pack.
@@ -70,7 +71,7 @@ def deal_by_length(
     """Return packs in which all samples except the longest are whole on one rank.
 
     A sample is shared by the ranks of a group if it has more tokens than one rank may hold. If the remaining samples
-    would make ranks wait for each other, the longest of these samples are shared too, provided that sharing takes less
+    would make ranks wait for each other, the longest remaining samples are shared too, provided that sharing takes less
     time.
 
     Args:
@@ -79,8 +80,7 @@ def deal_by_length(
         groups: Number of groups.
         size: Number of ranks in a group.
         cap: Maximum number of tokens per rank in a pack.
-        sharing: Cost of a short sample when ranks share it, relative to the cost on one rank. Short samples fit on one
-            rank.
+        sharing: Cost of sharing a sample that fits on one rank, relative to the cost of the sample on one rank.
 
     Raises:
         InputError: If a sample has more tokens than fit in a pack.
@@ -134,7 +134,7 @@ def _whole(
         samples: Numbers of the samples.
         tokens: Number of tokens in each sample.
         costs: Cost of each sample.
-        taken: Cost that each rank of a group already has.
+        taken: Cost already assigned to each rank, by group.
         size: Number of ranks in a group.
         cap: Maximum number of tokens per rank in a micro-batch.
     """
@@ -151,7 +151,7 @@ def _whole(
 def _side_by_side(
     samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], count: int, size: int, cap: int
 ) -> list[list[Pack]] | None:
-    """Assign samples to the ranks of `count` micro-batches so that ranks wait little for each other.
+    """Assign samples to the ranks of `count` micro-batches so that ranks spend little time waiting for each other.
 
     Most samples are spread over all ranks of all micro-batches. Ranks with similar costs are then put in the same
     micro-batch. Each remaining sample, the most expensive first, goes to the micro-batch that adds the least time to

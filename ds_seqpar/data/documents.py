@@ -1,7 +1,7 @@
 """Read the document boundaries of a batch from every format that collators use.
 
-If a batch has several formats, they must mark the same documents. Rows of a batch lie end to end: position `row * seq +
-i` of the batch is token i of that row.
+All formats in a batch must mark the same documents. Rows of a batch lie end to end: position `row * seq + i` of the
+batch is token i of that row.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def tokens(dim: int = 1, *, shifted: bool = False, padding: float = 0) -> InputS
     """Declare an input with one entry per token, which is sharded like the tokens.
 
     Args:
-        dim: Dimension of the tokens, 1 or more; rows are on the dimension before.
+        dim: Dimension of the tokens, at least 1; the preceding dimension contains the rows.
         shifted: Whether an entry belongs to a label, such as a loss weight. A shifted entry moves to the token that
             predicts the label, like `shift_labels`.
         padding: Entry for the last token of a document, which predicts nothing; read only if `shifted`.
@@ -48,8 +48,8 @@ def tokens(dim: int = 1, *, shifted: bool = False, padding: float = 0) -> InputS
 def row() -> InputSpec:
     """Declare an input with one entry per row, of shape (rows, ...).
 
-    The input is unchanged unless rows lie end to end. If they do, the input's shape becomes (1, local tokens, ...), and
-    each token gets the entry of its row.
+    The input is unchanged unless rows lie end to end. If rows lie end to end, the input's shape becomes (1, local
+    tokens, ...), and each token gets the entry of its row.
     """
     return InputSpec(kind="row", dim=0)
 
@@ -63,8 +63,8 @@ def own(divide: Divide) -> InputSpec:
     """Declare an input that a custom function divides, such as pictures flattened over the batch.
 
     Args:
-        divide: Function of the input, the whole batch by name, and this rank's tokens, which returns this rank's part
-            of the input. The tokens are an int64 CPU tensor of shape (all local tokens,) with the number `row * tokens
+        divide: Function that returns this rank's part of the input, given the input, the whole batch by name, and this
+            rank's tokens. The tokens are an int64 CPU tensor of shape (all local tokens,) with the number `row * tokens
             + token` of each token, in the order of this rank's shard.
     """
     return InputSpec(kind="own", divide=divide)

@@ -207,7 +207,7 @@ class Loader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the saved epoch after its last batch, in the next iteration.
+        """Resume a saved epoch after its last batch, when the loader is iterated next.
 
         If the number of groups or the batch size has changed, the loader resumes after the same number of sequences.
         Optimizer steps with an unchanged number of sequences therefore contain the same sequences. Data sets with an
@@ -218,7 +218,7 @@ class Loader:
             state: State from `state_dict`.
 
         Raises:
-            ConfigError: If the number of groups or the batch size has changed and the loader cannot resume at this
+            ConfigError: If the number of groups or the batch size has changed and the loader cannot resume at the saved
                 position.
         """
         state = {"passes": 0, **state, "batches": self._batches_after(state)}
@@ -279,7 +279,7 @@ def is_dealt(sp: Sharding, loader: DataLoader) -> bool:
     """Return whether a loader's sampler or data set already divides batches among groups.
 
     Raises:
-        ConfigError: If batches are divided among anything other than these groups, such as ranks.
+        ConfigError: If batches are already divided in another way, for example among ranks.
     """
     for source in (*_samplers(loader), getattr(loader.dataset, SPLIT, None)):
         count = getattr(source, "num_replicas", getattr(source, "world_size", None))

@@ -60,10 +60,10 @@ class Part:
         return self.sp.shard(x if spec.fill is None else self.shifted(x, dim, spec.fill), dim, self.placement)
 
     def shifted(self, x: Tensor, dim: int, fill: float) -> Tensor:
-        """Return a tensor of shape (..., rows, seq, ...) with each entry moved to the previous token.
+        """Return a tensor with each entry moved to the previous token.
 
         Args:
-            x: Tensor of that shape.
+            x: Tensor of shape (..., rows, seq, ...).
             dim: Dimension of the tokens.
             fill: Entry for the last token of each document.
         """

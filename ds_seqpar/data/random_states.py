@@ -59,7 +59,7 @@ def torch_states(device: torch.device) -> list[Tensor]:
 
 
 def seed_of(states: list[Tensor], *ranks: int) -> int:
-    """Return a seed derived from random states that is different on each rank."""
+    """Return a seed that is derived from random states and differs between ranks."""
     return Fingerprint.of(*(state.numpy().tobytes() for state in states), *ranks)
 
 

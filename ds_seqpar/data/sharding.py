@@ -42,7 +42,7 @@ class Sharding:
         config: The resolved settings.
         topology: All ranks of the job as named axes.
         comm: Transport with this rank's process groups.
-        calls: Counter of calls of attention and of layers with a state.
+        calls: Counter of calls to attention and stateful layers.
         checker: Checker that compares calls across the ranks of a sequence.
 
     Attributes:
@@ -50,7 +50,7 @@ class Sharding:
         rank: Index of this rank among the ranks of its sequence.
         data_size: Number of groups of ranks that share a sequence.
         data_rank: Index of this rank's group.
-        layout_tensors: Cache of tensors that depend only on a batch's layout, on each device that needs them.
+        layout_tensors: Cache, per device, of tensors that depend only on a batch's layout.
         unused: Detector of models that do not use the sharded tensors.
         mask_users: Patched models whose loss counts tokens by an attention_mask.
         vocabularies: Map from each patched model to a function that returns its numbers of tokens and labels.
@@ -195,7 +195,7 @@ class Sharding:
         Args:
             x: Tensor (..., seq, ...) in global order, or (..., rows, seq, ...) with a placement whose rows lie end to
                 end.
-            dim: Dimension of the tokens; rows that lie end to end are on the dimension before.
+            dim: Dimension of the tokens; the preceding dimension contains rows that lie end to end.
             placement: Placement of the batch, if `shard_batches` returned one.
 
         Returns:
@@ -218,7 +218,7 @@ class Sharding:
     def gather(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """Return the whole tensor in global order on every rank, as the inverse of `shard`.
 
-        Collective over the ranks that share the sequence.
+        All ranks that share the sequence must make this call.
 
         Args:
             x: This rank's tokens (..., local tokens, ...), or (..., 1, local tokens, ...) for rows that lie end to end.
@@ -280,10 +280,10 @@ class Sharding:
 
         Use the sum for a loss that every rank needs in full and that is not linear in tokens. The gradient of this
         rank's `x` is `size` times the gradient of the loss, which is correct if gradients are averaged over ranks, as
-        in ZeRO and DDP. Backward does not communicate. Collective over the ranks that share the sequence.
+        in ZeRO and DDP. Backward does not communicate. All ranks that share the sequence must make this call.
 
         Args:
-            x: Tensor of any shape, which must be the same on all ranks.
+            x: Tensor of any shape, with the same shape on all ranks.
 
         Returns:
             The sum, with the shape and dtype of `x`.
@@ -361,7 +361,9 @@ def order_of(positions: Sequence[Tensor]) -> WholeOrder:
 
 
 def assembled(local: Tensor, order: WholeOrder, group: dist.ProcessGroup | None, call: str) -> Tensor:
-    """Assemble the whole tensor (seq, ...) from the shards of all ranks. Collective over the group.
+    """Assemble the whole tensor (seq, ...) from the shards of all ranks.
+
+    All ranks of the group must make this call.
 
     Args:
         local: This rank's shard (local tokens, ...).
@@ -422,8 +424,8 @@ def _sum_error(x: Tensor) -> InputError | None:
 class WithValue(Function):
     """Replace the value of `x` by `value`, and scale the gradient of `x` by a factor.
 
-    The replaced value contains contributions of other ranks. The formula `x + (value - x.detach())` would return NaN if
-    `x` is infinite.
+    The new value contains contributions of other ranks. The formula `x + (value - x.detach())` would return NaN if `x`
+    is infinite.
     """
 
     @staticmethod
@@ -455,12 +457,12 @@ def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
 def mean_of(groups: Groups, losses: object, error: SeqParError | None = None) -> tuple[float, Tensor]:
     """Return the mean loss over all ranks, and the mean of this rank's losses with its graph.
 
-    Collective over all ranks of the job.
+    Every rank of the job must make this call.
 
     Args:
         groups: This rank's groups.
         losses: A floating-point tensor of one element, or an iterable with one such tensor per micro-batch.
-        error: Error of this rank, which makes all ranks raise.
+        error: Error of this rank, if any. An error on one rank makes all ranks raise an error.
 
     Returns:
         The mean over all ranks, computed in fp64, and the mean of this rank's losses as a 0-dim tensor in their dtype.

@@ -18,9 +18,9 @@ from .documents import Lengths
 class SharedPrompts:
     """Rows of a batch laid end to end, with each shared prompt stored once.
 
-    The prompt of a row ends before the last token in front of the row's first counted label. Every row keeps that last
-    token because it predicts a label that differs between rows. Padding, tokens from the last label on, and rows
-    without labels are dropped because no label needs them.
+    A row's prompt consists of all tokens before the first counted label, except the last of these tokens. The excepted
+    token stays in every row, because it predicts a label that differs between rows. Padding, tokens from the last label
+    on, and rows without labels are dropped because no label needs them.
     """
 
     shape: tuple[int, int]  # (rows, tokens) of the batch
@@ -103,7 +103,7 @@ def shared_prompts(
 
 
 def _pieces(by_prompt: Iterable[list[int]], begins: list[int], first: list[int], ends: list[int]) -> list[Piece]:
-    """Return the documents of rows grouped by prompt, given the begin, first counted label and end of each row."""
+    """Return the documents of rows grouped by prompt, given the start, first counted label and end of each row."""
     pieces: list[Piece] = []
     for members in by_prompt:
         head, parent = members[0], -1

@@ -30,7 +30,7 @@ class UnusedSharding:
     Detection stops when attention has been called and positions have been read.
 
     Args:
-        calls: Counter of calls of attention and of layers with a state.
+        calls: Counter of calls to attention and stateful layers.
     """
 
     def __init__(self, calls: Calls) -> None:

@@ -47,10 +47,10 @@ def assert_ranks_agree(
             is set. Mappings, dataclasses and lists of either are compared field by field, and an error names the fields
             that differ. A frequently compared value may be passed as `Compared`.
         error: Reason why this rank cannot continue. This rank raises the error, and the other ranks raise a
-            DisagreementError that quotes it.
+            DisagreementError that quotes the error.
         number: Number whose maximum over ranks is returned; passed on all ranks or on none.
-        peers: This rank's part of the group. Its ranks first check that all of them make this call and that none is
-            inside a backward, where the rank would wait. None: this rank alone.
+        peers: This rank's part of the group. The ranks of `peers` first check that all of them make this call outside a
+            backward. None stands for this rank alone.
         among_peers: Whether values may differ between parts of the group.
         call: Name of the user's call, shown in the error if a rank does not make the call.
         advice: Function that returns the cause of a difference and the remedy, if known.
@@ -166,7 +166,9 @@ FAILED = 2**63 - 1  # never equal to a fingerprint or a negated fingerprint
 
 
 def differ(group: dist.ProcessGroup | None, compared: int, subject: str, failed: bool = False) -> bool:
-    """Return whether fingerprints differ between ranks or any rank has failed. Collective over the group.
+    """Return whether fingerprints differ between ranks or any rank has failed.
+
+    All ranks of the group must make this call.
 
     Args:
         group: Process group for CPU tensors; None for a single rank.
@@ -181,7 +183,7 @@ def differ(group: dist.ProcessGroup | None, compared: int, subject: str, failed:
 def maximum(group: dist.ProcessGroup | None, number: int, subject: str) -> int:
     """Return the maximum of `number` over ranks.
 
-    Collective over the group. Call `maximum` after an agreement, so that every rank makes the call.
+    Every rank of the group must call `maximum`, which is guaranteed after an agreement.
     """
     return _maxima(group, (number,), subject)[0]
 
@@ -209,7 +211,7 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communicati
     Args:
         numbers: Integers of at most 63 bits, with the same count on all ranks.
         group: Process group for CPU tensors.
-        communication: Receives the rank that is being waited for.
+        communication: Object that records the rank being waited for.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     direct = 2 < size <= DIRECT
@@ -241,8 +243,8 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communicati
 def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
     """Return the sum of each number over ranks, in fp64.
 
-    All ranks receive bitwise equal sums, because gloo adds each element in one place. The call is collective over the
-    group and must follow an agreement, so that every rank makes the call.
+    All ranks receive bitwise equal sums, because gloo adds each element in one place. Every rank of the group must make
+    this call, which is guaranteed after an agreement.
 
     Args:
         group: Process group for CPU tensors.
@@ -312,7 +314,9 @@ def _difference(
 
 
 def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]:
-    """Return the objects of all ranks, in order of group rank. Collective over the group.
+    """Return the objects of all ranks, in order of group rank.
+
+    All ranks of the group must make this call.
 
     Args:
         group: Process group for CPU tensors; None for a single rank.

@@ -160,7 +160,7 @@ class ConsistencyChecker:
         self._before = 0
 
     def flush_before(self, group: dist.ProcessGroup | None) -> None:
-        """Call `flush` before a comparison in another group, so that its ranks do not wait for ranks that wait here."""
+        """Call `flush` before a comparison in another group, because the ranks could otherwise deadlock."""
         if self._entries and self.group is not group:
             self.flush()
 
@@ -189,8 +189,8 @@ class ConsistencyChecker:
     def _judge(self, again: Entry | None = None) -> SeqParError | None:
         """Check arrived values and return this rank's error.
 
-        `again` selects the values left for the next comparison of this kind; None selects all values. Fields that ranks
-        must compare are added to the deferred entries.
+        `again` is the current comparison, for which values of the same kind are checked; None selects all values.
+        Fields that ranks must compare are added to the deferred entries.
         """
         self._last = again or self._last
         if not self._looks:

@@ -1,8 +1,8 @@
-"""Search for the first NaN or inf in training, as enabled by `check_finite`.
+"""Find the first NaN or inf in training if `check_finite` is enabled.
 
-A rank that finds a non-finite number continues until ranks compare, because other ranks would wait for the rank. Ranks
-compare at the end of each attention call and of a patched model's forward, and around an engine's backward and step.
-All ranks then raise the earliest finding.
+A rank that finds a non-finite number continues until ranks compare, because stopping would leave the other ranks
+waiting. Ranks compare at the end of each attention call and of a patched model's forward, and around an engine's
+backward and step. All ranks then raise the earliest finding.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class Finite(Guard):
             self.found = Finding(step, f"{what}, {how}", advice, numbers, sender)
 
     def agree(self, group: Group, step: int | None = None, later: bool = False) -> None:
-        """Raise the findings since the last comparison on all ranks of a group. Collective over the group.
+        """Raise the findings since the last comparison on all ranks of a group.
+
+        All ranks of the group must make this call.
 
         Args:
             group: Group of ranks that compare; None for a single rank.
@@ -138,10 +140,11 @@ class Finite(Guard):
         self.agree_on_call()
 
     def agree_on_call(self) -> None:
-        """Agree on findings at the end of a call. Collective over the ranks that share the sequence.
+        """Agree on findings at the end of a call.
 
-        Findings are raised immediately, except while an engine trains on several sequences. The engine then raises
-        findings on the ranks of all sequences, before or after its backward.
+        All ranks that share the sequence must make this call. An engine that trains on several sequences raises
+        findings on the ranks of all sequences, before or after its backward. In all other cases, findings are raised at
+        the end of the call.
         """
         trains = torch.is_grad_enabled() or compat.graph_task() >= 0
         self.agree(self.groups.control, later=trains and self.engine is not None and self.sequences > 1)
@@ -149,7 +152,7 @@ class Finite(Guard):
     def watch_gradients(self, model: torch.nn.Module) -> list[RemovableHandle]:
         """Check each gradient right after its parameter's backward, and again after hooks and accumulation.
 
-        Gradients are summed over ranks only after the second check.
+        Gradients are summed over ranks only after both checks.
 
         Returns:
             Handles of the installed hooks.
@@ -176,7 +179,7 @@ class Finite(Guard):
         """Check an engine's losses, gradients and optimizer states, and compare gradient norms across ranks.
 
         Returns:
-            Wrappers of engine methods, by method name. Each wrapper is collective over all ranks of the job.
+            Wrappers of engine methods, by method name. All ranks of the job must call each wrapper.
         """
         self.engine = weakref.ref(engine)
 

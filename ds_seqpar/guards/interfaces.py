@@ -29,8 +29,8 @@ ADDRESS_OF_INTERFACE = 0x8915  # Linux's SIOCGIFADDR
 def gloo_meets_hosts() -> Iterator[None]:
     """Context manager in which new gloo groups use an interface that other hosts can reach.
 
-    Gloo reads the interface from an environment variable for each new group. The variable is restored afterwards, so
-    that other groups and child processes are not affected. Collective over all ranks.
+    Gloo reads the interface from an environment variable for each new group. The environment variable is restored
+    afterwards, so that other groups and child processes are not affected. All ranks must enter the context.
 
     Raises:
         CommunicationError: If ranks cannot connect.
@@ -62,8 +62,8 @@ _found: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = (
 def _interface(store: dist.Store, ranks: int) -> str | None:
     """Return the interface that connects the hosts, or None for a single host or an unknown interface.
 
-    NCCL's interface is preferred if set to one name. Otherwise, the interface is the one for packets to the first
-    rank's host or, on that host, for packets to another host. Collective over all ranks.
+    NCCL's interface is preferred if set to one name. Otherwise, the interface is chosen by the route to the first
+    rank's host or, on that host, to another host. All ranks must make this call.
     """
     store, is_first = dist.PrefixStore("ds_seqpar/hosts", store), dist.get_rank() == 0
     if is_first:

@@ -1,6 +1,6 @@
 """Explain an out-of-memory error in one sentence that states the place, the requested amount and possible savings.
 
-No state is recorded during training, because the place is read from the error's traceback.
+No state is recorded during training, because the failing module is read from the error's traceback.
 """
 
 from __future__ import annotations

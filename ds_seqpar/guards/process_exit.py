@@ -2,11 +2,11 @@
 
 If every rank printed the error, its message would be lost among copies and library frames. The first rank that does not
 catch the error therefore writes it to the store, and prints the frames of the user's own files, followed by the
-message. Ranks that raise the same error, or lose a connection because of it, wait until the error is printed and print
-nothing. If a rank has a different stderr, the rank prints a reference to the rank that prints the error. Before ranks
-can communicate, rank 0 prints the whole error, and other ranks print only the message. A caller that catches the error
-receives the complete error on every rank. Errors are printed by an excepthook, which calls the previous hook.
-DS_SEQPAR_TRACEBACK=full keeps all frames. The summary of torchrun quotes the message.
+message. Ranks that raise the same error, or lose a connection because of the error, wait until the error is printed and
+print nothing. If a rank has a different stderr, the rank prints a reference to the rank that prints the error. Before
+ranks can communicate, rank 0 prints the whole error, and other ranks print only the message. A caller that catches the
+error receives the complete error on every rank. Errors are printed by an excepthook, which calls the previous hook.
+DS_SEQPAR_TRACEBACK=full keeps all frames. torchrun's summary quotes the error message.
 
 Gloo's threads need the interpreter's lock to release the tensors of finished operations. If a thread waits for the lock
 when the interpreter ends, the process aborts regardless of its exit code. In torch 2.13, the message is "terminate
@@ -239,7 +239,7 @@ def wait_until_idle() -> None:
     """Return when no gloo thread has run or waited for the interpreter's lock for a while.
 
     The function returns after `IDLE_TIMEOUT` at the latest. A thread that waits for the lock wakes up every switch
-    interval, which shows in its context-switch counters. The thread gets the lock while this function sleeps.
+    interval, which shows in its context-switch counters. A waiting thread receives the lock while this function sleeps.
     """
     deadline, previous = time.monotonic() + IDLE_TIMEOUT, None
     while os.path.isdir(TASKS) and time.monotonic() < deadline:  # Linux

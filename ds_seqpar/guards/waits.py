@@ -40,8 +40,8 @@ class explaining_failure(Communication):  # a class, because a generator would s
     """Context manager that raises a failed communication as a CommunicationError.
 
     The message distinguishes a rank that ended from a rank that did not take part. The backend's error becomes the
-    cause of the exception. Destroyed groups raise ConfigError. If the body takes long, a line on stderr names the rank
-    that is waited for.
+    cause of the exception. If the group was destroyed, ConfigError is raised. If the body takes long, a line on stderr
+    names the rank that is waited for.
 
     Args:
         what: Name of the communication, used as the subject of messages.

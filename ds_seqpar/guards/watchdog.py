@@ -1,16 +1,16 @@
 """Detect ranks that wait too long for other ranks, and report what each rank is doing.
 
 A thread on each rank inspects the communicating thread about once a second. The communicating thread counts as waiting
-inside our own communication calls (`waits.explaining_failure`). It also counts as waiting if it is in a function of
-torch.distributed and has slept since the last inspection, according to Linux's context-switch counters. Waits in ZeRO's
-collectives, barriers and accelerate's gathers are therefore detected.
+inside our own communication calls (`waits.explaining_failure`). A thread that has slept in a function of
+torch.distributed since the last inspection also counts as waiting. Linux's context-switch counters show whether a
+thread has slept. Waits in ZeRO's collectives, barriers and accelerate's gathers are therefore detected.
 
 A rank that has waited too long sets an alarm in the job's store. Every rank then writes its state to the store, whether
 the rank is waiting or not. The rank that set the alarm combines the states into a report, which all ranks read. The
 watchdog thread has its own connection to the store, because the main thread may block the shared connection.
 
-If a rank ends while other ranks create a process group, torch retries the connection until the group's timeout. The
-second inspection of such a wait therefore sets the alarm if a process on this host has ended.
+If a rank ends while other ranks create a process group, torch retries the connection until the group's timeout. While a
+group is created, the second inspection therefore sets the alarm if a process on this host has ended.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def report(states: Mapping[int, State], seconds: float) -> tuple[str, str]:
 
 
 class Launched(NamedTuple):
-    """Plan execution that has ended on the host, but perhaps not on the device. No tensors are kept alive."""
+    """Plan execution that has ended on the host, but perhaps not on the device. The record keeps no tensors alive."""
 
     event: Any  # device event at the end of the execution
     program: Program

@@ -1,1 +1,1 @@
-"""Choice of "auto" settings and cost estimates of a step, loaded only for such settings or by a command."""
+"""Choose "auto" settings and estimate the cost of a step. The package is imported only when needed."""

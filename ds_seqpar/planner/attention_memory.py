@@ -98,7 +98,7 @@ def attention_figures(step: TrainingStep) -> Figures:
 
 
 def _index_figures(step: TrainingStep, index: Index) -> Figures:
-    """Return the memory of a layer with an index: gathered tensors, scores of a rank's rows, and picks.
+    """Return the memory of a layer with an index: gathered tensors, scores of a rank's rows, and picked tokens.
 
     A checkpoint keeps no tensors of the index.
     """
@@ -171,7 +171,7 @@ def call_figures(
     """Return the memory of a layer's attention on one rank.
 
     Args:
-        config: Configuration without any "auto".
+        config: Configuration without "auto" values.
         tokens: Number of tokens per rank.
         mask: Mask of the whole sequence.
         heads: Number of query heads, number of key/value heads, and head_dim of the model.

@@ -1,4 +1,4 @@
-"""Replace "auto" settings by the planner's choice, and describe the choice to the user.
+"""Replace "auto" settings with the planner's choice, and describe the choice to the user.
 
 This module does not import torch.
 """
@@ -23,7 +23,7 @@ SAVES = 0.95  # settings that leave more than this fraction of the memory are no
 def resolve_with_plan(
     config: SequenceParallelConfig, job: Job | None, world: int, detect_machine: Callable[[], Machine]
 ) -> tuple[SequenceParallelConfig, PlanResult]:
-    """Replace every "auto" of a configuration by the planner's choice.
+    """Replace every "auto" value of a configuration with the planner's choice.
 
     Args:
         config: Configuration for which `asks_for_plan` is true.
@@ -32,7 +32,7 @@ def resolve_with_plan(
         detect_machine: Function that returns the machine on which the ranks run.
 
     Returns:
-        The configuration without any "auto", and the plan that chose the settings.
+        The configuration without "auto" values, and the plan that chose the settings.
 
     Raises:
         ConfigError: If the planner refuses the configuration, or the model or the length is unknown.
@@ -73,8 +73,8 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, m
 def plan_even_if_too_large(request: Request) -> PlanResult:
     """Return the plan for a request, even if no configuration is predicted to fit.
 
-    In that case, the result is the fastest configuration with every memory-saving setting. The machine's memory may be
-    only a guess, and `line_of` reports the shortage to the user.
+    If nothing fits, the result is the fastest configuration with every memory-saving setting. The machine's memory may
+    be only a guess, and `line_of` reports the shortage to the user.
     """
     result = find_plan(request)
     if result.ranked:
@@ -113,7 +113,7 @@ def line_of(result: PlanResult) -> str:
 
 
 def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
-    """Return the memory settings that the planner changed from their defaults, or None if all were given."""
+    """Return the memory settings that the planner changed from their defaults, or None if all were fixed."""
     planned = [name for name in MEMORY_SETTINGS if name not in result.request.given]
     defaults, best = SequenceParallelConfig(), result.best.config
     changed = {name: getattr(best, name) for name in planned if getattr(best, name) != getattr(defaults, name)}
@@ -121,7 +121,7 @@ def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
 
 
 def most_sparing(config: SequenceParallelConfig, request: Request) -> tuple[list[str], Footprint]:
-    """Return the memory-saving settings that are still off, in words, and the memory of a step with all of them on."""
+    """Return the memory-saving settings that are still off, in words, and the memory of a step with all settings on."""
     job = dataclasses.replace(request.job, checkpointing=True)
     others, defaults = dataclasses.replace(request, job=job, given={}), SequenceParallelConfig()
     saving = {

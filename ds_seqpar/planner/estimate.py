@@ -1,4 +1,4 @@
-"""Estimate the time of a training step roughly, to rank the configurations that fit.
+"""Roughly estimate the time of a training step, to rank the configurations that fit in memory.
 
 The attention program of one rank is simulated in isolation. The time of a product depends on its flops, and the time of
 a message on its bytes. Between waits, the longer of computation and communication counts. docs/choosing_settings.md
@@ -126,8 +126,7 @@ def _forwards(step: TrainingStep) -> int:
 def attention(step: TrainingStep, machine: Machine, direction: str) -> Attention:
     """Return the cost of one layer's attention, from the programs of a few ranks.
 
-    The programs of the first, the middle and the last rank of a sequence are simulated, and the program of a rank with
-    the most heads.
+    The simulated ranks are the first, the middle and the last rank of a sequence, and a rank with the most heads.
     """
     config = step.config
     topology = config.topology(step.world)

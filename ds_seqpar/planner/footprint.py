@@ -96,7 +96,7 @@ def footprint(step: TrainingStep, attention: Figures | None = None) -> Footprint
 
 
 def rank_bytes(memory: Footprint, budget: MemoryBudget) -> int:
-    """Return the bytes of a rank's memory at the peak, including host memory if ranks have no device memory."""
+    """Return a rank's peak memory in bytes, including host memory if ranks have no device memory."""
     host = 0 if budget.apart else memory.host.total - memory.host.bytes_by_item.get("rounding", 0)
     return memory.peak.total + host
 
@@ -238,7 +238,7 @@ class _StepMemory:
     # ---- states
 
     def share(self, stage: int) -> int:
-        """Return the number of ranks that share a state, if ZeRO shards the state from this stage on."""
+        """Return the number of ranks that share a state which ZeRO shards from `stage` on."""
         return self.step.world if self.zero.stage >= stage else 1
 
     @functools.cached_property
@@ -346,7 +346,7 @@ class _StepMemory:
     def forward(self, name: str = "forward", **held: int) -> list[Moment]:
         """Return the moments of the last layer's forward, when the largest number of layers hold tensors.
 
-        `held` contains the other bytes at that time; the default is the bytes held by all layers.
+        `held` contains the bytes of other items, by default the bytes held by all layers.
         """
         m = self.model
         if not held:

@@ -104,7 +104,7 @@ class Costs:
 
     @functools.cached_property
     def sharing(self) -> float:
-        """Cost of samples that fit on one rank when ranks share them, relative to the cost on one rank."""
+        """Relative cost of sharing samples that fit on one rank, compared with computing the samples on one rank."""
         size, cap = self.step.config.size, self.step.config.tokens_per_rank
         documents = (max(1, 3 * cap // 4),) * -(-4 * size // 3)
         least = min(self._of_shared(documents, ulysses) for ulysses in self.ulysses_sizes)

@@ -1,6 +1,6 @@
 """Limits on the cost of an answer, above which a command or a plan refuses its input before any work.
 
-Within the limits, each command needs less than 2 GiB and about ten seconds of one core.
+Within the limits, each command needs less than 2 GiB of memory and about ten seconds on one core.
 """
 
 from __future__ import annotations

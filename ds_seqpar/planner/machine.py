@@ -91,7 +91,7 @@ class Machine:
 
     @classmethod
     def of_cores(cls, cores: int, memory: int, per_node: int) -> Machine:
-        """Return a machine of hosts without GPUs, whose ranks share cores and memory equally.
+        """Return a machine without GPUs, whose ranks share the cores and memory of each host equally.
 
         Args:
             cores: Number of cores per host.

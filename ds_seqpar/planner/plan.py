@@ -245,8 +245,8 @@ def nothing_fits(request: Request, rejected: tuple[tuple[str, str], ...]) -> str
 def nearest_fits(request: Request) -> list[str]:
     """Return changes to a request, each of which makes a configuration fit.
 
-    A request whose length ranks cannot share gets a longer length as its only change. Other changes are more ranks, an
-    offloaded optimizer, and a shorter sequence.
+    If ranks cannot share the requested length equally, the only change is a longer length. Otherwise, the changes are
+    more ranks, an offloaded optimizer, and a shorter sequence.
     """
     if (length := fitting_length(request)) > request.seq:
         return [f"{length} tokens"]
@@ -283,7 +283,7 @@ def with_optimizer_on_host(request: Request) -> Request | None:
 
 
 def fitting_length(request: Request) -> int:
-    """Return the shortest length, from the request's length on, that ranks can share, or 0 if the length does not fit.
+    """Return the requested length, rounded up until ranks can share it equally, or 0 if that length does not fit.
 
     The given schedule, or a ring, is tried on the largest number of ranks that can share a sequence.
     """

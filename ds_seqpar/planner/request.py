@@ -65,7 +65,7 @@ class Index(NamedTuple):
     picks: int  # maximum number of tokens that a query attends to
 
     def received(self, tokens: int, own: int, size: int) -> tuple[int, int]:
-        """Return the numbers of a row that a rank receives in all layers, in forward and in backward.
+        """Return how many numbers of a row a rank receives in all layers, in forward and in backward.
 
         `own` is the number of the row's tokens on the rank.
         """
@@ -132,7 +132,7 @@ class Model:
 
     @property
     def weights(self) -> int:
-        """Number of weights, over all layers, that multiply a token."""
+        """Number of weights that each token is multiplied with, over all layers."""
         states = self.states.count * self.states.weights if self.states else 0
         return self.attending * self.projections + self.with_mlp * self.mlp + states
 
@@ -281,7 +281,7 @@ class Job:
         return Mask(window=self.window, documents=Mask.documents_of(self.documents))
 
     def step(self, config: SequenceParallelConfig, world: int, on_gpu: bool) -> TrainingStep:
-        """Return the training step on `world` ranks, for a configuration without any "auto"."""
+        """Return the training step on `world` ranks, for a configuration without "auto" values."""
         assert self.model is not None
         assert self.seq is not None
         return TrainingStep(
@@ -291,7 +291,7 @@ class Job:
         )  # fmt: skip
 
     def sizes(self, world: int) -> tuple[int, ...]:
-        """Return the numbers of ranks per sequence for which an optimizer step has `sequences` sequences."""
+        """Return the group sizes for which an optimizer step contains `sequences` sequences."""
         if self.sequences is None:
             return (world,)
         sequences_per_group = (self.batch or 1) * (self.steps or 1)
@@ -364,11 +364,11 @@ class Request:
         return MemoryBudget.of(self.machine, self.world, self.memory)
 
     def step(self, config: SequenceParallelConfig) -> TrainingStep:
-        """Return the training step for a configuration without any "auto"."""
+        """Return the training step for a configuration without "auto" values."""
         return self.job.step(config, self.world, self.machine.gpus)
 
     def seconds_a_sequence(self, seconds: float, config: SequenceParallelConfig) -> float:
-        """Return the seconds of an optimizer step per sequence, if a micro-batch takes `seconds` on all ranks."""
+        """Return the time of an optimizer step per sequence, given the seconds of a micro-batch on all ranks."""
         together = self.world // config.size * (self.job.batch or 1)  # number of sequences in a micro-batch
         if self.job.sequences is None:
             return seconds / together

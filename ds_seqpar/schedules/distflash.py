@@ -17,7 +17,7 @@ def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_
     In step t, worker p receives the k/v of worker p - t. If p < t, worker p has no work left and becomes a helper. A
     helper computes the queries of the late worker p - t + A with its own k/v, and sends the result back.
 
-    Helpers compute in every step except the step with 2t = A, in which both workers would compute the same product.
+    Helpers compute in every step except step A / 2 of even A, in which both workers would compute the same product.
     Algorithm 2 of the paper, as printed, also leaves out helpers in the last step of odd A. A mask that hides more than
     the causal mask removes products.
 
@@ -45,8 +45,8 @@ def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_
 
     def steps(rank: int) -> Iterator[Step]:
         for t in range(half + 1):
-            # computed: products of step t on this rank and on the rank t after it; coming: products of the next step, whose
-            # operands move now
+            # computed: products of step t on this rank and on the rank t after it; coming: products of the next step,
+            # whose operands move now
             computed, coming = (
                 [compute for p in {rank, (rank + turn) % size} if (compute := product(p, turn))] for turn in (t, t + 1)
             )

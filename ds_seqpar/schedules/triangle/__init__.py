@@ -24,10 +24,10 @@ def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_s
     """Return the steps of the triangle schedule, in which each rank computes one tile of the causal triangle.
 
     Rank (i, j), with j < i < T, computes q of sequence block i with k/v of block j, where each block has T - 1 chunks.
-    On the diagonal, the rank computes products that cost no bytes. In block i, these are the products of all early
-    queries that see the rank's own early k/v chunk. In block j, these are the products of all k/v that the rank's own
-    late query chunk sees. Every rank then has T (T - 1) products of chunks; half-visible products count half. With R
-    strips per block, a rank's tile consists of one strip of q and a whole block of k/v; see `Tiling`.
+    On the diagonal, the rank computes products that cost no bytes. In block i, the rank computes all early queries that
+    see its own early k/v chunk. In block j, the rank computes all k/v that its own late query chunk sees. Every rank
+    then has T (T - 1) products of chunks; half-visible products count half. With R strips per block, a rank's tile
+    consists of one strip of q and a whole block of k/v; see `Tiling`.
 
     Chunks rotate: q around the ranks of a row in T - 2 hops, and k/v around the ranks of a column in R (T - 1) - 1
     hops. Results are then sent to the owners of the chunks on the same routes. A hop of k/v starts in every second
@@ -210,8 +210,8 @@ class _Triangle(Counted):
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
     """Return the number of elements that each rank receives.
 
-    A rank receives T - 2 chunks of q and R (T - 1) - 1 chunks of k/v. The rank also receives as many results, minus the
-    results that start at the rank, plus one result from the group that the rank is outside of. The elements of
+    A rank receives T - 2 chunks of q and R (T - 1) - 1 chunks of k/v. The number of received results is the same, minus
+    the results that start at the rank, plus one result from the group that the rank does not belong to. The elements of
     `Tiling.stairs` are added.
     """
     tiles = _tiling_of(dict(axes))

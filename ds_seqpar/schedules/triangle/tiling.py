@@ -163,9 +163,9 @@ class Tiling:
             self.owned[rank] = block * self.length("kv") + place, early
 
     def stairs(self, side: str, number: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield each chunk taken for the staircase by ranks outside a group's route, with these ranks in order.
+        """Yield each staircase chunk of a group, with the ranks outside the group's route that take the chunk.
 
-        A k/v chunk is taken by one rank in each row that needs the chunk.
+        The ranks of a chunk are in order. A k/v chunk is taken by one rank in each row that needs the chunk.
         """
         chunks = self.members(side, number)
         if side == "q":
