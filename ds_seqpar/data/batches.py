@@ -144,8 +144,8 @@ def shard_call(
 ) -> tuple[dict[str, Any], float | Tensor]:
     """Return this rank's shard of a whole batch that is passed to a model's forward.
 
-    No communication takes place. From devices, the host reads only padding and documents, which determine how tokens
-    are sharded.
+    No communication takes place. The host reads only padding and document boundaries from devices, because both
+    determine how tokens are sharded.
 
     Args:
         sp: The SequenceParallel.

@@ -40,7 +40,7 @@ class Sharding:
 
     Args:
         config: The resolved settings.
-        topology: All ranks of the job as named axes.
+        topology: Named axes over all ranks of the job.
         comm: Transport with this rank's process groups.
         calls: Counter of calls to attention and stateful layers.
         checker: Checker that compares calls across the ranks of a sequence.

@@ -32,7 +32,7 @@ class SharedPrompts:
     parents: tuple[int, ...]
 
     def to(self, device: torch.device) -> SharedPrompts:
-        """Return a copy whose `tokens` and `own` are on a device."""
+        """Return a copy with `tokens` and `own` on a device."""
         return dataclasses.replace(self, tokens=self.tokens.to(device), own=self.own.to(device))
 
     def joined(self, x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class UnusedSharding:
             self.calls_before = self.calls.count
 
     def watch(self, positions: Tensor) -> Tensor:
-        """Return positions in a tensor that records its first read, or unchanged if a read is already recorded."""
+        """Wrap positions in a tensor that records its first read, unless a read is already recorded."""
         if self.is_met or self.are_read:
             return positions
         self.are_read = False

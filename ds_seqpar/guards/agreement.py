@@ -94,7 +94,7 @@ def together(
 
     Args:
         group: Process group for CPU tensors; None for a single rank.
-        action: Description of the body in errors, such as "loading data".
+        action: Description of the body for error messages, such as "loading data".
         name: Name of the value that ranks compare; the default is `action`.
         error: Earlier error of this rank.
         passing: Exceptions that propagate without an agreement, because ranks have already agreed on them or cannot

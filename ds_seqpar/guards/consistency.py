@@ -131,7 +131,7 @@ class ConsistencyChecker:
         """Copy a tensor to the CPU, and check its values when the copy has arrived.
 
         Values are checked at the next comparison of the same kind, for example in the next forward. Remaining values
-        are checked in the last `flush` or at exit. All ranks must make the same calls of `check_values`.
+        are checked in the last `flush` or at exit. All ranks must make the same calls to `check_values`.
 
         Args:
             x: Tensor to check.
@@ -145,7 +145,7 @@ class ConsistencyChecker:
         self._at_exit = self._at_exit or weakref.finalize(self, _say, self._looks)
 
     def flush(self, *, last: bool = False) -> None:
-        """Compare deferred values, for which ranks wait for each other.
+        """Compare deferred values across ranks, which makes ranks wait for each other.
 
         Call `flush` on all ranks at the end of a step.
 

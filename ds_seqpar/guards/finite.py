@@ -56,7 +56,7 @@ class Finite(Guard):
 
     Args:
         groups: This rank's groups.
-        calls: Counter of calls, which provides their names.
+        calls: Counter that provides the names of calls.
         sequences: Number of groups of ranks that share a sequence.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Explain differences between ranks from the fields that they compared, as `advice` for `assert_ranks_agree`.
 
-Each function receives the fields of ranks that differ, by rank. It returns a clause with the cause and the remedy, or
-"" if the cause is unknown.
+Each function receives the fields of the ranks that differ, and returns a clause with the cause and the remedy, or "" if
+the cause is unknown.
 """
 
 from __future__ import annotations

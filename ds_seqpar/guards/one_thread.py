@@ -1,7 +1,7 @@
 """Restrict communication to one thread of a process, for all SequenceParallel objects.
 
-With two threads, ranks could pair a call of one thread with a call of the other, because thread order differs between
-ranks.
+With two threads, ranks could pair a call of one thread with a call of the other thread, because thread order differs
+between ranks.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ error receives the complete error on every rank. Errors are printed by an except
 DS_SEQPAR_TRACEBACK=full keeps all frames. torchrun's summary quotes the error message.
 
 Gloo's threads need the interpreter's lock to release the tensors of finished operations. If a thread waits for the lock
-when the interpreter ends, the process aborts regardless of its exit code. In torch 2.13, the message is "terminate
-called without an active exception". Destroying groups would not help, because a group's threads are joined only when
-nothing refers to the group, and DeepSpeed keeps its own groups.
+when the interpreter ends, the process aborts regardless of its exit code. With torch 2.13, the process then prints
+"terminate called without an active exception". Destroying groups would not help, because a group's threads are joined
+only when nothing refers to the group, and DeepSpeed keeps its own groups.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _print(before: Callable, kind: type, error: BaseException, trace: TracebackT
     """Print an error unless another rank prints the error.
 
     A launcher may end all ranks as soon as one rank has ended. If torch lost a connection, for example in DDP's
-    broadcast or a user's collective, the error is printed in our own words.
+    broadcast or a user's collective, the error is printed with our own message.
     """
     ours, lost, is_up = isinstance(error, SeqParError), is_lost(error), dist.is_initialized()
     if not isinstance(error, Exception) or not (ours or is_up):

@@ -273,7 +273,7 @@ class _Watchdog(threading.Thread):
             self.number += 1
 
     def limit(self) -> float:
-        """Return how long the current wait may take, which with "auto" depends on the timeout of the group."""
+        """Return how long the current wait may take; with "auto", longer group timeouts allow longer waits."""
         wait, of_torch = waits.innermost(), (x.f_locals.get("group") for x in _frames()[:3])
         group = next((x for x in of_torch if isinstance(x, dist.ProcessGroup)), None) if wait is None else wait.group
         is_auto = any(user.is_auto for user in self.users)

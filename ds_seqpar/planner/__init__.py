@@ -1,1 +1,1 @@
-"""Choose "auto" settings and estimate the cost of a step. The package is imported only when needed."""
+"""Choice of "auto" settings and cost estimates, imported only for "auto" settings or by a command."""

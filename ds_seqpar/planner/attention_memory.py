@@ -113,8 +113,8 @@ def on_fewer_ranks(config: SequenceParallelConfig) -> SequenceParallelConfig:
     """Return a configuration with fewer ranks whose attention takes the same memory per rank, if there is one.
 
     The number of tokens per rank stays the same. The longest ring is shortened, because a rank on a longer ring holds
-    no more at once. Gathered axes and the parity of the ring length do not change. If no smaller configuration exists,
-    `config` itself is returned.
+    no more tensors at once. Gathered axes and the parity of the ring length do not change. If no smaller configuration
+    exists, `config` itself is returned.
     """
     inner_schedule, cp_size = schedule(config.schedule), config.size // config.ulysses
     axes = dict(config.cp_axes)

@@ -113,7 +113,7 @@ def line_of(result: PlanResult) -> str:
 
 
 def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
-    """Return the memory settings that the planner changed from their defaults, or None if all were fixed."""
+    """Return the memory settings that the planner changed from their defaults, or None if the user fixed all of them."""
     planned = [name for name in MEMORY_SETTINGS if name not in result.request.given]
     defaults, best = SequenceParallelConfig(), result.best.config
     changed = {name: getattr(best, name) for name in planned if getattr(best, name) != getattr(defaults, name)}
@@ -121,7 +121,7 @@ def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
 
 
 def most_sparing(config: SequenceParallelConfig, request: Request) -> tuple[list[str], Footprint]:
-    """Return the memory-saving settings that are still off, in words, and the memory of a step with all settings on."""
+    """Return the names of unused memory-saving settings, and the memory of a step that uses all of them."""
     job = dataclasses.replace(request.job, checkpointing=True)
     others, defaults = dataclasses.replace(request, job=job, given={}), SequenceParallelConfig()
     saving = {

@@ -112,7 +112,7 @@ def work(step: TrainingStep, machine: Machine) -> Work:
 
 
 def _scores(step: TrainingStep, machine: Machine) -> float:
-    """Return the time that an index needs to score a pair of query and key, in all layers with an index."""
+    """Return the time to score one pair of query and key, summed over all layers with an index."""
     if (index := step.model.index) is None:
         return 0.0
     return 2 * (1 + step.checkpointing) * index.own * index.heads * index.keys / machine.rates(step.dtype)[0]
@@ -231,7 +231,7 @@ def _arriving(
 ) -> Iterator[tuple[int, int]]:
     """Yield the sender and the bytes of each message that a rank receives in a head chunk.
 
-    `shape` describes the tensors of the head chunk inside attention.
+    `shape` is the shape of the head chunk's tensors inside attention.
     """
     per_token = shape.bytes_per_token(bound.program.direction)
 

@@ -139,7 +139,7 @@ def longest(step: TrainingStep, budget: MemoryBudget) -> Longest:
 
 
 def bytes_a_token(step: TrainingStep) -> float:
-    """Return the bytes that one more token per rank adds to the peak, as a mean up to twice the current length."""
+    """Return the mean bytes that one more token per rank adds to the peak, up to twice the current length."""
     short = _StepMemory(step)
     padded = short.tokens * step.config.size  # ranks share this length equally
     long = _StepMemory(dataclasses.replace(step, seq=2 * padded))
@@ -215,7 +215,7 @@ class _StepMemory:
 
     @property
     def whole(self) -> int:
-        """Bytes of the embeddings of all tokens with picture features, which every rank holds."""
+        """Bytes of all token embeddings, with picture features inserted, as held by every rank."""
         return self.hidden * self.config.size if self.tower else 0
 
     def tower_moments(self, backward: bool) -> list[Moment]:
@@ -372,7 +372,7 @@ class _StepMemory:
         ]  # fmt: skip
 
     def reference(self) -> list[Moment]:
-        """Return the moments of the reference model's layers, which keep no tensors, like checkpointed layers.
+        """Return the moments of the reference model, whose layers keep no tensors for backward.
 
         The trainers of trl that generate run the reference model before the policy's forward; other trainers run the
         reference model after the policy's forward.

@@ -27,7 +27,7 @@ class Costs:
     """Cost estimates of samples and packs, for one model on one machine.
 
     Args:
-        step: Model and configuration, as a step whose length and mask are replaced.
+        step: Training step with the model and configuration; its length and mask are replaced.
         machine: Machine that trains the model.
         window: Sliding window of attention in tokens, the same in all layers; None for no window.
     """
@@ -95,7 +95,7 @@ class Costs:
         return Pack.shared(documents, config.layout, config.size, self.ulysses(documents, sizes))
 
     def ulysses(self, documents: tuple[int, ...], sizes: Iterable[int]) -> int:
-        """Return the fastest of the given Ulysses sizes for a pack, or the smallest one in case of ties."""
+        """Return the fastest of the given Ulysses sizes for a pack, or the smallest of equally fast sizes."""
         return min(sizes, key=lambda ulysses: (self._of_shared(documents, ulysses), ulysses))
 
     def received(self, documents: tuple[int, ...], ulysses: int, rank: int) -> int:
@@ -127,7 +127,7 @@ class Costs:
         ])  # fmt: skip
 
     def seconds_one_a_group(self, lengths: Sequence[int], groups: int) -> float:
-        """Estimate a step in which each group trains one sample after another.
+        """Estimate the time of a step in which each group trains one sample after another.
 
         Samples are padded to a length that the ranks of a group share equally.
         """

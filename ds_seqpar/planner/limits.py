@@ -1,4 +1,4 @@
-"""Limits on the cost of an answer, above which a command or a plan refuses its input before any work.
+"""Limits on input sizes, above which a command or a plan refuses the input before doing any work.
 
 Within the limits, each command needs less than 2 GiB of memory and about ten seconds on one core.
 """

@@ -22,7 +22,7 @@ from .machine import Machine
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateLayers:
-    """Layers of a model with a state or a causal convolution; all of them count like the largest layer."""
+    """Layers of a model with a state or a causal convolution, all counted like the largest layer."""
 
     count: int
     heads: int  # heads with a state; 0 if layers only have a convolution

@@ -1,4 +1,4 @@
-"""Bytes that a layer with a state sends and keeps on a rank.
+"""Bytes that a stateful layer sends and keeps on a rank.
 
 This module does not import torch.
 """
@@ -28,7 +28,7 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(step: TrainingStep) -> StateBytes:
-    """Return the bytes of a layer with a state, for the configured or the cheaper way of sharing the layer.
+    """Return the bytes of a stateful layer, for the configured or the cheaper way of sharing its states.
 
     Raises:
         ConfigError: If a rank's tokens are not consecutive.

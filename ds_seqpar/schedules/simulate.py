@@ -89,7 +89,7 @@ def computation(plan: Plan, costs: Costs) -> float:
 
 
 def communication(plan: Plan, costs: Costs) -> float:
-    """Return the seconds for which the busiest inward link is occupied, including head exchanges around the plan."""
+    """Return the seconds for which the busiest inward link is occupied, including exchanges of heads."""
     inward = inward_fields(plan.direction, True, SavedForBackward.QKV_AND_OUT, KV)
     exchanges = [HeadExchange(0, True, fields) for fields in inward]
     exchanges += [HeadExchange(0, False, fields) for fields in outward_fields(plan.direction, False, KV)]

@@ -46,7 +46,7 @@ def parse(text: str) -> dict[str, Plan]:
     """Return the plans in a file's text, by direction.
 
     Raises:
-        PlanError: If the text does not contain two plans; the message shows and marks the wrong line.
+        PlanError: If the text does not contain two plans; the message shows and marks the invalid line.
     """
     lines = [line.rstrip() for line in text.splitlines() if not line.startswith("#")]
     tables = [[*table] for filled, table in itertools.groupby(lines, bool) if filled]

@@ -77,7 +77,7 @@ class _Validator:
                     self.fail(rank, f"{action} is due within {action.within} steps, before it was sent")
 
     def check_matched(self, steps: tuple[Step, ...]) -> None:
-        """Check that an action of several ranks is in the same step of all those ranks, in the same order.
+        """Check that actions of several ranks occur in the same step and the same order on all ranks involved.
 
         The order must be the same for each pair of ranks in each direction, and for each group. Posts in program order
         then match, and no message reaches the wrong buffer.

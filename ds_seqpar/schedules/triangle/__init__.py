@@ -109,7 +109,7 @@ class _Triangle(Counted):
         """Yield every rotating chunk of a group, with the (rank, distance in hops) of each reader.
 
         Readers are the members that read the chunk, without the owner of the chunk. Chunks that ranks take for the
-        staircase follow in the same form.
+        staircase are yielded afterwards, in the same form.
         """
         route = self.tiles.route(side, number)
         for start, (chunk, _) in enumerate(route):
@@ -195,7 +195,7 @@ class _Triangle(Counted):
     def leaves(self, side: str, hops: int) -> int:
         """Return the step that sends the results of a chunk from `hops` hops away.
 
-        Results of a rank's own chunks stay until the last step.
+        For a rank's own chunks, whose results are never sent, the last step is returned.
         """
         return self.turn + self.starts(side, hops) if hops and self.kind(side) else self.steps - 1
 
@@ -210,9 +210,9 @@ class _Triangle(Counted):
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
     """Return the number of elements that each rank receives.
 
-    A rank receives T - 2 chunks of q and R (T - 1) - 1 chunks of k/v. The number of received results is the same, minus
-    the results that start at the rank, plus one result from the group that the rank does not belong to. The elements of
-    `Tiling.stairs` are added.
+    A rank receives T - 2 chunks of q and R (T - 1) - 1 chunks of k/v. A rank also receives one result per received
+    chunk, except for results that start at the rank, and one result from the group that the rank does not belong to.
+    The elements of `Tiling.stairs` are added.
     """
     tiles = _tiling_of(dict(axes))
     kinds = {"q": "out"} if direction == "forward" else {"q": "dq", "kv": "dkv"}

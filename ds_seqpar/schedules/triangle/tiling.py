@@ -189,7 +189,7 @@ class Tiling:
             yield from ((q, chunk) for chunk in kv[self.fetched(strip) : before])
 
     def lent_to(self, rank: int) -> list[tuple[int, int]]:
-        """Return the (strip, chunk in the strip) of each query that a rank of a column takes."""
+        """Return the (strip, chunk in the strip) of each query that is lent to a rank."""
         return [query for query, taker in self.lent.items() if taker == rank]
 
 
