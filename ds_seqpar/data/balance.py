@@ -104,7 +104,6 @@ class _Piece(NamedTuple):
         )
 
     def intervals(self) -> list[_Piece]:
-        """Return each interval as a piece."""
         return [_piece(self.base, lo, hi, hi, hi) for lo, hi in ((self.p, self.q), (self.r, self.s)) if lo < hi]
 
 
@@ -172,7 +171,7 @@ def _pieces_of_ranks(pieces: list[_Item], ranks: int) -> list[list[_Item]]:
 
 
 def _zigzag(piece: _Piece, ranks: int) -> list[list[_Item]]:
-    """Return each rank's pieces, from the outermost tokens at both ends for the first rank to the innermost tokens."""
+    """Return each rank's pieces, with the outermost tokens on the first rank and the innermost tokens on the last."""
     taken = [piece.tokens * rank // ranks for rank in range(ranks + 1)]
     edges = [(piece.p + (outer + 1) // 2, piece.s - outer // 2) for outer in taken]
     return [

@@ -1,7 +1,7 @@
 """Prepare batches for sequence parallel training: shift labels, shard tensors, and compute the divisor of the loss.
 
-The correct gradient is d(sum of all token losses) / N, where N is the number of counted labels in one optimizer step
-over all ranks and micro-steps. ZeRO averages gradients over all ranks, and `engine.backward` divides by the G
+The correct gradient is d(sum of all token losses) / N, where N is the number of non-ignored labels in one optimizer
+step over all ranks and micro-steps. ZeRO averages gradients over all ranks, and `engine.backward` divides by the G
 micro-steps. Each rank must therefore divide its local sum by `num_items_in_batch = N / (world * G)`, and N must be
 known before the first backward.
 """
@@ -46,7 +46,7 @@ def shard_microbatches(
 ) -> list[dict[str, Any]]:
     """Return this rank's shard of every micro-batch of an optimizer step.
 
-    All ranks that share sequences must pass the same micro-batches. Every rank of the job must make this call.
+    All ranks that share sequences must pass the same micro-batches. Every rank of the job must call this function.
 
     The loss that a rank computes from its shard is only the rank's part; `sp.mean_loss` returns the loss over all
     ranks. The local loss carries G times the gradient, and `engine.backward` divides by G. Without DeepSpeed, call
@@ -118,8 +118,8 @@ def _prepare(
 
     Returns:
         This rank's shard of each micro-batch, a list of two label counts, and a fingerprint of each whole micro-batch
-        for comparison between ranks of a sequence. The first count is the number of counted labels in the shards. The
-        second count is the number of labels in the whole micro-batches that only left padding could predict.
+        for comparison between ranks of a sequence. The first count is the number of non-ignored labels in the shards.
+        The second count is the number of labels in the whole micro-batches that only left padding could predict.
     """
     checked = [check_batch(sp, batch, causal) for batch in microbatches]
     sharded = [_shard(batch, table, batch.inputs["labels"].device) for batch in checked]
@@ -157,8 +157,8 @@ def shard_call(
         end_to_end: Whether rows must lie end to end because their masks differ.
 
     Returns:
-        The shard, without `num_items_in_batch`, on the tokens' device, and the number of counted labels in the whole
-        batch. The number of labels is a float, or a 0-dim tensor if labels are counted on a device.
+        The shard, without `num_items_in_batch`, on the tokens' device, and the number of non-ignored labels in the
+        whole batch. The number of labels is a float, or a 0-dim tensor if labels are counted on a device.
 
     Raises:
         InputError: If the batch cannot be sharded.
@@ -193,8 +193,8 @@ def shard_shared_prompts(
         on_cpu: CPU copies, by name, of tensors on a device.
 
     Returns:
-        The shard and the number of counted labels, as in `shard_call`. The position_ids include the padding before a
-        row's tokens, and the mask contains the number of rows that share each token.
+        The shard and the number of non-ignored labels, as in `shard_call`. The position_ids include the padding before
+        a row's tokens, and the mask contains the number of rows that share each token.
     """
     tensors = {**batch, **check_range({**batch, **(on_cpu or {})}, sp.vocabulary, checks)}
     placement: Any = sp.place(len(shared.tokens), shared.documents, parents=shared.parents)
@@ -246,7 +246,7 @@ class CheckedBatch:
     inputs: dict[str, Any]
     mask: Tensor | None  # bool (B, S), False for padding; None: no padding
     part: Part  # selection of this rank's tokens
-    counted: float | Tensor  # number of counted labels: a float if labels are on the CPU
+    counted: float | Tensor  # number of non-ignored labels: a float if labels are on the CPU
     from_padding: Tensor | None  # number of labels that only left padding could predict, int64 (1,); None: no padding
 
 

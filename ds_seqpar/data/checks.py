@@ -95,7 +95,7 @@ def _require_none(x: Tensor, wrong: Tensor, sentence: str, checks: ValueChecks) 
 
 
 def predicted_from_padding(labels: Tensor, mask: Tensor) -> Tensor:
-    """Count the rows that begin with padding and have a counted label at their first real token.
+    """Count the rows that begin with padding and have a non-ignored label at their first real token.
 
     Only padding could predict a label at the first real token of a row.
 

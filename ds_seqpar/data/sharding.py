@@ -142,7 +142,7 @@ class Sharding:
         mask = Mask(causal=causal, documents=starts, parents=parents)
         if sum(lengths) != count:
             raise InputError(f"documents must have all {count} tokens of the sequence; got {sum(lengths)}")
-        from .balance import shards_of  # of lengths that ranks cannot share equally
+        from .balance import shards_of  # for lengths that ranks cannot share equally
 
         if shards is None:
             shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses, mask.parents)
@@ -218,7 +218,7 @@ class Sharding:
     def gather(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """Return the whole tensor in global order on every rank, as the inverse of `shard`.
 
-        All ranks that share the sequence must make this call.
+        All ranks that share the sequence must call this function.
 
         Args:
             x: This rank's tokens (..., local tokens, ...), or (..., 1, local tokens, ...) for rows that lie end to end.
@@ -280,7 +280,7 @@ class Sharding:
 
         Use the sum for a loss that every rank needs in full and that is not linear in tokens. The gradient of this
         rank's `x` is `size` times the gradient of the loss, which is correct if gradients are averaged over ranks, as
-        in ZeRO and DDP. Backward does not communicate. All ranks that share the sequence must make this call.
+        in ZeRO and DDP. Backward does not communicate. All ranks that share the sequence must call this function.
 
         Args:
             x: Tensor of any shape, with the same shape on all ranks.
@@ -323,7 +323,7 @@ class Sharding:
                 "gather x.detach() or call it under torch.no_grad()"
             )
         if placement is None and seq is None:
-            return None  # all ranks' tokens are not known yet
+            return None  # the token counts of other ranks are still unknown
         expected = len(self._held_here(seq or 0, placement, "cpu"))
         if x.shape[dim] != expected:
             return InputError(
@@ -363,7 +363,7 @@ def order_of(positions: Sequence[Tensor]) -> WholeOrder:
 def assembled(local: Tensor, order: WholeOrder, group: dist.ProcessGroup | None, call: str) -> Tensor:
     """Assemble the whole tensor (seq, ...) from the shards of all ranks.
 
-    All ranks of the group must make this call.
+    All ranks of the group must call this function.
 
     Args:
         local: This rank's shard (local tokens, ...).
@@ -457,7 +457,7 @@ def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
 def mean_of(groups: Groups, losses: object, error: SeqParError | None = None) -> tuple[float, Tensor]:
     """Return the mean loss over all ranks, and the mean of this rank's losses with its graph.
 
-    Every rank of the job must make this call.
+    Every rank of the job must call this function.
 
     Args:
         groups: This rank's groups.

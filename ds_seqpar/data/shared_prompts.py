@@ -18,14 +18,14 @@ from .documents import Lengths
 class SharedPrompts:
     """Rows of a batch laid end to end, with each shared prompt stored once.
 
-    A row's prompt consists of all tokens before the first counted label, except the last of these tokens. The excepted
-    token stays in every row, because it predicts a label that differs between rows. Padding, tokens from the last label
-    on, and rows without labels are dropped because no label needs them.
+    A row's prompt consists of all tokens before the first non-ignored label, except the last of these tokens. The
+    excepted token stays in every row, because it predicts a label that differs between rows. Padding, tokens from the
+    last label on, and rows without labels are dropped because no label needs them.
     """
 
     shape: tuple[int, int]  # (rows, tokens) of the batch
     tokens: Tensor  # int64 (merged tokens,): index row * tokens + token of each merged token in the batch
-    own: Tensor  # int64: indices of merged tokens that belong to a single row; only these predict counted labels
+    own: Tensor  # int64: indices of merged tokens of a single row; only such tokens predict non-ignored labels
     offsets: Tensor | None  # int64 (merged tokens,): position in the batch's row minus merged position; None: all are 0
     weights: Tensor  # int64 (merged tokens,): number of rows that contain each token
     documents: Lengths
@@ -40,7 +40,10 @@ class SharedPrompts:
         return x.flatten(0, 1).index_select(0, self.tokens.to(x.device))[None]
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Scatter a tensor (1, merged tokens, ...) to (rows, tokens, ...), with 0 if no counted label is predicted."""
+        """Scatter a tensor (1, merged tokens, ...) to (rows, tokens, ...).
+
+        Only the tokens in `own` are copied; all other entries are 0.
+        """
         places, own = self.tokens[self.own].to(x.device), self.own.to(x.device)
         rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
         return rows.index_copy(0, places, x[0].index_select(0, own)).unflatten(0, self.shape)
@@ -73,7 +76,7 @@ def shared_prompts(
         keep_all: Whether to keep tokens that no label needs, for a loss that counts tokens; padding is always dropped.
 
     Returns:
-        The rows without repeated prompts. None if no rows share a prompt, less than `least` is saved, or a counted
+        The rows without repeated prompts. None if no rows share a prompt, less than `least` is saved, or a non-ignored
         label on a row's first token could only be predicted from padding.
     """
     rows, columns = ids.shape
@@ -103,7 +106,7 @@ def shared_prompts(
 
 
 def _pieces(by_prompt: Iterable[list[int]], begins: list[int], first: list[int], ends: list[int]) -> list[Piece]:
-    """Return the documents of rows grouped by prompt, given the start, first counted label and end of each row."""
+    """Return the documents of rows grouped by prompt, given the start, first non-ignored label and end of each row."""
     pieces: list[Piece] = []
     for members in by_prompt:
         head, parent = members[0], -1

@@ -168,7 +168,7 @@ FAILED = 2**63 - 1  # never equal to a fingerprint or a negated fingerprint
 def differ(group: dist.ProcessGroup | None, compared: int, subject: str, failed: bool = False) -> bool:
     """Return whether fingerprints differ between ranks or any rank has failed.
 
-    All ranks of the group must make this call.
+    All ranks of the group must call this function.
 
     Args:
         group: Process group for CPU tensors; None for a single rank.
@@ -243,8 +243,8 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communicati
 def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
     """Return the sum of each number over ranks, in fp64.
 
-    All ranks receive bitwise equal sums, because gloo adds each element in one place. Every rank of the group must make
-    this call, which is guaranteed after an agreement.
+    All ranks receive bitwise equal sums, because gloo adds each element in one place. Every rank of the group must call
+    this function, which is guaranteed after an agreement.
 
     Args:
         group: Process group for CPU tensors.
@@ -316,7 +316,7 @@ def _difference(
 def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]:
     """Return the objects of all ranks, in order of group rank.
 
-    All ranks of the group must make this call.
+    All ranks of the group must call this function.
 
     Args:
         group: Process group for CPU tensors; None for a single rank.

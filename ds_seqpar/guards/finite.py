@@ -92,7 +92,7 @@ class Finite(Guard):
     def agree(self, group: Group, step: int | None = None, later: bool = False) -> None:
         """Raise the findings since the last comparison on all ranks of a group.
 
-        All ranks of the group must make this call.
+        All ranks of the group must call this function.
 
         Args:
             group: Group of ranks that compare; None for a single rank.
@@ -142,7 +142,7 @@ class Finite(Guard):
     def agree_on_call(self) -> None:
         """Agree on findings at the end of a call.
 
-        All ranks that share the sequence must make this call. An engine that trains on several sequences raises
+        All ranks that share the sequence must call this function. An engine that trains on several sequences raises
         findings on the ranks of all sequences, before or after its backward. In all other cases, findings are raised at
         the end of the call.
         """

@@ -63,7 +63,7 @@ def _interface(store: dist.Store, ranks: int) -> str | None:
     """Return the interface that connects the hosts, or None for a single host or an unknown interface.
 
     NCCL's interface is preferred if set to one name. Otherwise, the interface is chosen by the route to the first
-    rank's host or, on that host, to another host. All ranks must make this call.
+    rank's host or, on that host, to another host. All ranks must call this function.
     """
     store, is_first = dist.PrefixStore("ds_seqpar/hosts", store), dist.get_rank() == 0
     if is_first:

@@ -338,7 +338,6 @@ class _Watchdog(threading.Thread):
 
 
 def _thread() -> threading.Thread:
-    """Return the communicating thread."""
     return bound_thread() or threading.main_thread()
 
 

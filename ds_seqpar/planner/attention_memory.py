@@ -59,7 +59,7 @@ def is_offloaded(step: TrainingStep) -> bool:
 
 
 def attention_figures(step: TrainingStep) -> Figures:
-    """Return the memory of attention on the rank that needs the most.
+    """Return the memory of attention on the rank that needs the most memory.
 
     With head chunks, the figures include q, k, v and the gradient of out for one head chunk, so no other item of the
     layer includes these tensors.

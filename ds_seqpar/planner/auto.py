@@ -113,7 +113,7 @@ def line_of(result: PlanResult) -> str:
 
 
 def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
-    """Return the memory settings that the planner changed from their defaults, or None if the user fixed all of them."""
+    """Return the memory settings that the planner changed from their defaults, or None if the user fixed them all."""
     planned = [name for name in MEMORY_SETTINGS if name not in result.request.given]
     defaults, best = SequenceParallelConfig(), result.best.config
     changed = {name: getattr(best, name) for name in planned if getattr(best, name) != getattr(defaults, name)}

@@ -85,7 +85,7 @@ class Footprint:
 
 
 def footprint(step: TrainingStep, attention: Figures | None = None) -> Footprint:
-    """Return the memory of a step on the rank that needs the most.
+    """Return the memory of a step on the rank that needs the most memory.
 
     `attention` is the memory of one layer's attention; the default is `attention_figures(step)`.
     """
@@ -608,7 +608,7 @@ def states(
     """
     count, stage, shards = _trained(model), zero.stage, world if zero.stage == 3 else 1
     frozen, referred = (model.parameters - count) // shards, model.parameters * reference // shards
-    local = count // world if stage else count  # elements whose states the rank has
+    local = count // world if stage else count  # number of elements whose states are on the rank
     if not zero.optimizer_away:
         copies = stage > 0 or size < MASTER
         device = {

@@ -75,7 +75,7 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PlanResult:
-    """Result of a search."""
+    """Result of a search for configurations."""
 
     request: Request
     ranked: tuple[Planned, ...]  # best configurations, fastest first; () if nothing fits

@@ -19,7 +19,7 @@ from .request import TrainingStep
 
 
 class StateBytes(NamedTuple):
-    """Bytes of one layer on the rank that needs the most."""
+    """Bytes of one layer on the rank that needs the most memory."""
 
     received: int = 0  # received states and their maps, per direction
     exchanged: int = 0  # tokens exchanged for other heads, including output tokens, in forward

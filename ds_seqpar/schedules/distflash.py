@@ -60,14 +60,14 @@ def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_
 
 
 def _operand(compute: Compute) -> Move:
-    """Return the move of a product's foreign operand, directly from its owner."""
+    """Return the move that sends a product's remote operand directly from the operand's owner."""
     foreign = compute.kv if compute.q == (compute.rank,) else compute.q
     kind = "kv" if foreign is compute.kv else "q"
     return Move(src=foreign[0], dst=compute.rank, kind=kind, key=foreign)
 
 
 def _results(compute: Compute, direction: str) -> list[Move]:
-    """Return the moves of a product's results to the other ranks that own their blocks."""
+    """Return the moves that send a product's results directly to the owners of their blocks."""
     kinds = zip(ACCUMULATORS[direction], (compute.q, compute.kv), strict=False)
     return [Move(src=compute.rank, dst=key[0], kind=kind, key=key) for kind, key in kinds if key != (compute.rank,)]
 

@@ -1,9 +1,9 @@
 """Simulate programs under a cost model, and return a timeline.
 
-The simulator needs no processes or tensors. In the simulation, a rank does one thing at a time. Transfers run in
-parallel, each on the links that the transfer occupies, and a link carries one transfer at a time. A transfer starts
-when both ends have posted it and all its links are free. `Costs` defines all durations: each rank has one link in and
-one link out, and only products and transfers take time.
+The simulator needs no processes or tensors. In the simulation, a rank does one thing at a time. Transfers over
+different links run in parallel, and a link carries one transfer at a time. A transfer starts when both ends have posted
+it and all its links are free. `Costs` defines all durations: each rank has one link in and one link out, and only
+products and transfers take time.
 """
 
 from __future__ import annotations

@@ -96,7 +96,6 @@ def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:
 
 
 def _process(timeline: Timeline, rank: int, pid: int) -> list[dict[str, object]]:
-    """Return the trace events of a rank."""
     events, tid = [], 0
     for track in ("compute", "receive"):
         # activities of a rank never overlap, but messages do, which a single track cannot show

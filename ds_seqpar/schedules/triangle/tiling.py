@@ -42,9 +42,9 @@ class Tiling:
 
     Products inside a block belong to no tile. Products of one strip's early chunks, and products of late queries, cost
     a row or column no bytes. The remaining products inside a block form the staircase: early queries of a strip with
-    k/v of earlier strips in the same block. A rank of the row takes some of the k/v chunks (`fetched`), up to about the
-    cost of a query. The other k/v chunks are left to ranks of the block's column, which take the query instead
-    (`lent`).
+    k/v of earlier strips in the same block. A rank of the row takes some of the k/v chunks (`fetched`), as long as they
+    cost no more than about one query. The other k/v chunks are left to ranks of the block's column, which take the
+    query instead (`lent`).
     """
 
     def __init__(self, ranks: int, strips: int) -> None:
