@@ -2,13 +2,13 @@
 
 A causal pair is a query and a key that the query may see under a causal mask of the documents.
 
-Ranks are halved recursively. At each halving, documents are sorted into a row by their mean number of keys per query.
-The left half of the ranks receives the documents in a window of the row, which contains the half's share of tokens. The
-window is moved until it also contains the half's share of pairs. A suitable position exists because the number of pairs
-grows as the window moves toward documents with more keys. If the window cuts a document, the left half takes the front
-of the document, so that k/v are sent from lower ranks to higher ranks. If one document has most of the pairs, even the
-last window may have too few pairs. A document that dominates the pairs is then cut as in zigzag: the left half takes
-enough of both ends to reach its share of pairs.
+The set of ranks is halved recursively. At each halving, documents are sorted into a row by their mean number of keys
+per query. The left half of the ranks receives the documents in a window of the row, which contains the half's share of
+tokens. The window is moved until it also contains the half's share of pairs. A suitable position exists because the
+number of pairs grows as the window moves toward documents with more keys. If the window cuts a document, the left half
+takes the front of the document, so that k/v are sent from lower ranks to higher ranks. If one document has most of the
+pairs, even the last window may have too few pairs. A document that dominates the pairs is then cut as in zigzag: the
+left half takes enough of both ends to reach its share of pairs.
 
 All documents of a tree form a single item of the row, unless the tree has too many tokens or pairs.
 """

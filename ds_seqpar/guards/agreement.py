@@ -1,4 +1,4 @@
-"""Make ranks agree before they communicate, so that an error on one rank is raised on all and no rank hangs."""
+"""Make ranks agree before they communicate, so that an error on one rank is raised on all ranks and none hangs."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def differ(group: dist.ProcessGroup | None, compared: int, subject: str, failed:
 def maximum(group: dist.ProcessGroup | None, number: int, subject: str) -> int:
     """Return the maximum of `number` over ranks.
 
-    Every rank of the group must call `maximum`, which is guaranteed after an agreement.
+    Call `maximum` only after an agreement, so that every rank of the group calls it.
     """
     return _maxima(group, (number,), subject)[0]
 
@@ -243,8 +243,8 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communicati
 def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
     """Return the sum of each number over ranks, in fp64.
 
-    All ranks receive bitwise equal sums, because gloo adds each element in one place. Every rank of the group must call
-    this function, which is guaranteed after an agreement.
+    All ranks receive bitwise equal sums, because gloo adds each element in one place. Call this function only after an
+    agreement, so that every rank of the group calls it.
 
     Args:
         group: Process group for CPU tensors.

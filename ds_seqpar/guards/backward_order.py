@@ -4,9 +4,9 @@ Each communicating call has a number, which is the same on all ranks. Autograd a
 creation. A node is therefore identified by the first call made after the node was created. The identifying call is
 usually the node's own call. For a function whose backward runs attention again, such as a reentrant checkpoint, a head
 chunk or a compiled graph, the identifying call is the first call in the forward. Ranks compare the calls that identify
-the nodes they run. On CPUs, ranks compare before a node's first message; on accelerators, at the latest before
-`backward` returns. A backward that runs inside a node's own backward is not compared, because ranks have already agreed
-on the node.
+the nodes they run. On CPUs, ranks compare before a node's first message. On accelerators, ranks compare before
+`backward` returns, at the latest. A backward that runs inside a node's own backward is not compared, because ranks have
+already agreed on the node.
 """
 
 from __future__ import annotations

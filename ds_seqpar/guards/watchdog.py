@@ -9,8 +9,9 @@ A rank that has waited too long sets an alarm in the job's store. Every rank the
 the rank is waiting or not. The rank that set the alarm combines the states into a report, which all ranks read. The
 watchdog thread has its own connection to the store, because the main thread may block the shared connection.
 
-If a rank ends while other ranks create a process group, torch retries the connection until the group's timeout. While a
-group is created, the second inspection therefore sets the alarm if a process on this host has ended.
+If a rank ends while other ranks create a process group, torch retries the connection until the group's timeout. During
+the creation of a group, the watchdog therefore sets the alarm at its second inspection if a process on this host has
+ended.
 """
 
 from __future__ import annotations
