@@ -184,7 +184,7 @@ def _halved(pieces: list[_Item], share: int, ranks: int) -> tuple[list[_Item], l
     """Return the pieces of the lower `share` of the ranks, and the pieces of the other ranks.
 
     If a piece belongs to a document that continues on lower or higher ranks, the piece goes to the adjacent half if
-    possible. The piece's k/v then arrive after one hop.
+    possible. The k/v of a piece in the adjacent half arrive after one hop.
     """
     tokens = sum([piece.tokens for piece in pieces]) * share // ranks
     pairs = sum([piece.pairs for piece in pieces]) * share // ranks
@@ -270,7 +270,7 @@ class _Row:
     def ends(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
         """Return the pieces inside and outside the last window, if even the last window has too few pairs.
 
-        The window then takes fewer tokens from the front of its first piece and more from the back.
+        From its first piece, the last window takes fewer tokens from the front and more tokens from the back.
         """
         first, tokens, _, _ = self.edges(self.last)
         piece = self.pieces[first]

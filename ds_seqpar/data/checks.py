@@ -37,8 +37,8 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor:
 def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None, checks: ValueChecks) -> dict[str, Tensor]:
     """Check that every label is -100 or a class of the model's head, and that every token id is in the vocabulary.
 
-    Every rank checks the whole batch. Otherwise, only the rank with the invalid token would fail, and the other ranks
-    would wait.
+    Every rank checks the whole batch. If each rank checked only its own shard, the rank with an invalid token would
+    fail alone, and the other ranks would wait.
 
     Args:
         batch: Batch that may have labels (rows, tokens), and input_ids of the same shape.

@@ -36,7 +36,7 @@ class Loader:
 
     Args:
         sp: The SequenceParallel.
-        loader: A torch DataLoader, or DeepSpeed's own.
+        loader: A torch DataLoader, or DeepSpeed's own data loader.
         read_once: Whether only the first rank of a group reads batches and sends them to the other ranks.
         groups: Number of groups that share the batches; all groups by default.
     """

@@ -72,7 +72,7 @@ class PackingCollator:
     document, and no label is predicted from another document. Examples without labels use their tokens as labels. An
     `attention_mask` must be all ones.
 
-    The collator accepts examples or packs of examples. It returns `input_ids`, `labels` and `position_ids`, each of
+    The collator accepts examples or packs of examples, and returns `input_ids`, `labels` and `position_ids`, each of
     shape (1, all tokens).
 
     Raises:

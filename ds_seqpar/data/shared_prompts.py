@@ -18,9 +18,9 @@ from .documents import Lengths
 class SharedPrompts:
     """Rows of a batch laid end to end, with each shared prompt stored once.
 
-    A row's prompt consists of all tokens before the first non-ignored label, except the last of these tokens. The
-    excepted token stays in every row, because it predicts a label that differs between rows. Padding, tokens from the
-    last label on, and rows without labels are dropped because no label needs them.
+    The prompt of a row ends before the token that predicts the row's first non-ignored label. The predicting token
+    stays in every row, because the predicted label differs between rows. Padding, tokens from the last label on, and
+    rows without labels are dropped because no label needs them.
     """
 
     shape: tuple[int, int]  # (rows, tokens) of the batch

@@ -271,7 +271,7 @@ def raise_difference(
         entries: Entries that this rank has compared since ranks last agreed, ending with the current call.
         error: Reason why this rank cannot continue.
         part: Part of the group in which values must be the same.
-        before: Number of calls of the step that were compared before these entries; None if each call raises its own
+        before: Number of calls of the step that were compared before `entries`; None if each call raises its own
             errors.
         values_may_differ: Whether to raise an error only if ranks make different calls.
     """

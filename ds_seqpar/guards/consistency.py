@@ -150,7 +150,7 @@ class ConsistencyChecker:
         Call `flush` on all ranks at the end of a step.
 
         Args:
-            last: Whether no forward follows. If true, `flush` also waits for the device and checks the remaining
+            last: Whether no forward follows. The last `flush` also waits for the device and checks the remaining
                 values.
         """
         judges = last and bool(self._looks)

@@ -62,8 +62,8 @@ _found: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = (
 def _interface(store: dist.Store, ranks: int) -> str | None:
     """Return the interface that connects the hosts, or None for a single host or an unknown interface.
 
-    NCCL's interface is preferred if set to one name. Otherwise, the interface is chosen by the route to the first
-    rank's host or, on that host, to another host. All ranks must call this function.
+    An interface that is named by NCCL's setting is preferred. If NCCL names no single interface, the route to the first
+    rank's host or, on that host, to another host determines the interface. All ranks must call this function.
     """
     store, is_first = dist.PrefixStore("ds_seqpar/hosts", store), dist.get_rank() == 0
     if is_first:

@@ -1,15 +1,15 @@
-"""Print an error that several ranks raise only once, and keep the process from aborting at exit.
+"""Print an error only once if several ranks raise it, and keep the process from aborting at exit.
 
 If every rank printed the error, its message would be lost among copies and library frames. The first rank that does not
 catch the error therefore writes it to the store, and prints the frames of the user's own files, followed by the
 message. Ranks that raise the same error, or lose a connection because of the error, wait until the error is printed and
-print nothing. If a rank has a different stderr, the rank prints a reference to the rank that prints the error. Before
-ranks can communicate, rank 0 prints the whole error, and other ranks print only the message. A caller that catches the
-error receives the complete error on every rank. Errors are printed by an excepthook, which calls the previous hook.
+print nothing. A rank with a different stderr prints a reference to the rank that prints the error. Before ranks can
+communicate, rank 0 prints the whole error, and other ranks print only the message. A caller that catches the error
+receives the complete error on every rank. Errors are printed by an excepthook, which calls the previous hook.
 DS_SEQPAR_TRACEBACK=full keeps all frames. torchrun's summary quotes the error message.
 
 Gloo's threads need the interpreter's lock to release the tensors of finished operations. If a thread waits for the lock
-when the interpreter ends, the process aborts regardless of its exit code. With torch 2.13, the process then prints
+when the interpreter ends, the process aborts regardless of its exit code. With torch 2.13, an aborting process prints
 "terminate called without an active exception". Destroying groups would not help, because a group's threads are joined
 only when nothing refers to the group, and DeepSpeed keeps its own groups.
 """

@@ -138,7 +138,7 @@ def _attention(
     config: SequenceParallelConfig, tokens: int, mask: Mask, dtype: str, heads: tuple[int, int, int], batch: int,
     checkpointing: bool, workspace: str,
 ) -> Figures:  # fmt: skip
-    """Return the memory of attention on the first, middle or last CP rank, whichever needs the most.
+    """Return the memory of attention on the first, middle or last CP rank, whichever needs the most memory.
 
     Results are cached, because candidates that differ only in their links or rank order need the same memory.
     """

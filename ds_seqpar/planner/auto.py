@@ -27,7 +27,7 @@ def resolve_with_plan(
 
     Args:
         config: Configuration for which `asks_for_plan` is true.
-        job: Job to plan for, if anything is known about it.
+        job: Job to plan for, if known.
         world: Number of ranks in the job.
         detect_machine: Function that returns the machine on which the ranks run.
 

@@ -245,8 +245,8 @@ def nothing_fits(request: Request, rejected: tuple[tuple[str, str], ...]) -> str
 def nearest_fits(request: Request) -> list[str]:
     """Return changes to a request, each of which makes a configuration fit.
 
-    If ranks cannot share the requested length equally, the only proposed change is a longer length. Otherwise, the
-    changes are more ranks, an offloaded optimizer, and a shorter sequence.
+    If ranks cannot share the requested length equally, the only proposed change is a longer length. For other lengths,
+    the proposed changes are more ranks, an offloaded optimizer, and a shorter sequence.
     """
     if (length := fitting_length(request)) > request.seq:
         return [f"{length} tokens"]

@@ -27,9 +27,9 @@ def overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Pla
 
     The number of sent bytes stays the same. The order is a greedy list schedule, which assumes that products take as
     long as transfers. Two routes of operands are tried: gathered blocks are passed around their group or, if there are
-    gathers, every block is sent directly by its owner. Results are sent directly to the rank that owns the block. If a
-    rank would then receive more bytes than in the plan, results are sent as in the plan, through other ranks that add
-    their own results.
+    gathers, every block is sent directly by its owner. Results are sent directly to the rank that owns the block. If
+    direct results would make a rank receive more bytes than in the plan, results are sent as in the plan, through other
+    ranks that add their own results.
 
     Args:
         plan: Plan of all ranks.
@@ -224,8 +224,8 @@ def _next_ranks(
 ) -> dict[RankBlock, int]:
     """Return the receiver of each result that is sent to another rank.
 
-    The receiver is the owner of the result's block. If a rank would then receive more bytes than in the plan, the
-    receiver is the next rank on the plan's route.
+    The receiver is the owner of the result's block. If direct results would make a rank receive more bytes than in the
+    plan, the receiver is the next rank on the plan's route.
     """
     target = {unit: owner(unit[2], plan.blocks_per_rank) for unit in results}
     planned = {

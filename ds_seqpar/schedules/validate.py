@@ -80,7 +80,7 @@ class _Validator:
         """Check that actions of several ranks occur in the same step and the same order on all ranks involved.
 
         The order must be the same for each pair of ranks in each direction, and for each group. Posts in program order
-        then match, and no message reaches the wrong buffer.
+        therefore match, and no message reaches the wrong buffer.
         """
         for field in ("gathers", "moves", "results", "reduces"):
             orders: list[dict[Key, list[Action]]] = [defaultdict(list) for _ in steps]

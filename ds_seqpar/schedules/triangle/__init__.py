@@ -26,8 +26,8 @@ def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_s
     Rank (i, j), with j < i < T, computes q of sequence block i with k/v of block j, where each block has T - 1 chunks.
     On the diagonal, the rank computes products that cost no bytes. In block i, the rank computes all early queries that
     see its own early k/v chunk. In block j, the rank computes all k/v that its own late query chunk sees. Every rank
-    then has T (T - 1) products of chunks; half-visible products count half. With R strips per block, a rank's tile
-    consists of one strip of q and a whole block of k/v; see `Tiling`.
+    has T (T - 1) products of chunks; half-visible products count half. With R strips per block, a rank's tile consists
+    of one strip of q and a whole block of k/v; see `Tiling`.
 
     Chunks rotate: q around the ranks of a row in T - 2 hops, and k/v around the ranks of a column in R (T - 1) - 1
     hops. Results are then sent to the owners of the chunks on the same routes. A hop of k/v starts in every second
@@ -95,8 +95,8 @@ class _Triangle(Counted):
     def groups(self, rank: int, side: str) -> list[int]:
         """Return the strips (side q) or blocks (side kv) from which a rank owns or receives a chunk.
 
-        The strip of the rank's row, or the rank's own block, comes first; the others follow in descending order. Any
-        two ranks therefore list their common groups in the same order.
+        The strip of the rank's row, or the rank's own block, comes first; the other strips or blocks follow in
+        descending order. Any two ranks therefore list their common groups in the same order.
         """
         i, strip, j = self.tiles.tile(rank)
         if side == "kv":
