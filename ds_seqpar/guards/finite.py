@@ -143,8 +143,8 @@ class Finite(Guard):
         """Agree on findings at the end of a call.
 
         All ranks that share the sequence must call this function. An engine that trains on several sequences raises
-        findings on the ranks of all sequences, before or after its backward. In all other cases, findings are raised at
-        the end of the call.
+        findings on the ranks of all sequences, before or after its backward. Without such an engine, findings are
+        raised at the end of the call.
         """
         trains = torch.is_grad_enabled() or compat.graph_task() >= 0
         self.agree(self.groups.control, later=trains and self.engine is not None and self.sequences > 1)
