@@ -1,1 +1,1 @@
-"""Batches, loaders and documents of ranks that share sequences."""
+"""Batches, loaders and documents for ranks that share sequences."""

@@ -1,15 +1,16 @@
-"""Divide the tokens of packed documents among CP ranks so that tokens and causal pairs are equal on all ranks.
+"""Divide packed documents among CP ranks so that all ranks have the same number of tokens and causal pairs.
 
-A causal pair is a query and a key that a causal mask of the documents lets it see.
+A causal pair is a query and a key that the query may see under a causal mask of the documents.
 
-The ranks are halved recursively. At each halving the documents are sorted by their mean number of keys per
-query. The left half takes a window of this row. The window is as wide as the half has tokens, and is placed so that it
-also has the half's share of pairs. If the window cuts a document, the left half takes its front, so that k/v are sent
-from lower ranks to higher ones. As the window slides from the fewest keys to the most, its pairs grow, so such a place
-exists. Only if one document has most of the pairs, the last position may still have too few. That document is then cut
-as in zigzag: the left half takes both of its ends, and as much of each as it needs to reach its share of pairs.
+The set of ranks is halved recursively. At each halving, documents are sorted into a row by their mean number of keys
+per query. The left half of the ranks receives the documents in a window of the row, which contains the half's share of
+tokens. The window is moved until it also contains the half's share of pairs. A suitable position exists because the
+number of pairs grows as the window moves toward documents with more keys. If the window cuts a document, the left half
+takes the front of the document, so that k/v are sent from lower ranks to higher ranks. If one document has most of the
+pairs, even the last window may have too few pairs. A document that dominates the pairs is then cut as in zigzag: the
+left half takes enough of both ends to reach its share of pairs.
 
-Documents with parents form one item of the row per tree, unless a tree has too many tokens or pairs.
+All documents of a tree form a single item of the row, unless the tree has too many tokens or pairs.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from ..core.compiler.sharding.layout import LAYOUTS, Run, Runs
 from ..core.compiler.sharding.masks import Mask
 from ..core.compiler.sharding.shards import UnevenShards
 
-TOLERANCE = 256  # a half's pairs may differ from its share by 1 / TOLERANCE of it, and by the pairs of one token
+TOLERANCE = 256  # allowed error of a half's pairs: 1 / TOLERANCE of its share, plus the pairs of one token
 
 
 def balanced(lengths: Sequence[int], ranks: int, parents: tuple[int, ...] = ()) -> tuple[Runs, ...]:
-    """Return the runs of packed documents that each CP rank holds, for `UnevenShards(balanced(lengths, ranks))`.
+    """Return the runs of packed documents on each CP rank, for `UnevenShards(balanced(lengths, ranks))`.
 
-    The result is the same on every rank. Ranks differ by at most one token. Their causal pairs differ by a few parts in
-    a thousand, or by the pairs of one token. At most 2 * (ranks - 1) documents are cut; every other document is whole
-    on one rank. All ranks together have at most len(lengths) + 4 * (ranks - 1) runs. A block of k/v is sent only if it
-    contains part of a document that is cut. A single document is divided as in zigzag: into 2 * ranks chunks, one early
-    and one late chunk for each rank. Their lengths differ by at most one token.
+    All ranks compute the same runs. Token counts of ranks differ by at most one. Numbers of causal pairs differ by a
+    few parts in a thousand, or by the pairs of one token. At most 2 * (ranks - 1) documents are cut; every other
+    document is whole on one rank. The ranks have at most len(lengths) + 4 * (ranks - 1) runs in total. A block of k/v
+    is sent only if the block contains part of a cut document. A single document is divided as in zigzag, into an early
+    and a late chunk for each rank, with chunk lengths that differ by at most one token.
 
     Args:
-        lengths: Tokens of each document, in order from position 0.
+        lengths: Number of tokens in each document, in order from position 0.
         ranks: Number of CP ranks.
-        parents: The number of each document's parent, as for `Mask`. A tree of several documents counts as one document
-            for the number of cuts, unless it has most of the tokens or pairs.
+        parents: Number of each document's parent, as in `Mask`. A tree of documents counts as one document in the
+            number of cuts, unless the tree has most of the tokens or pairs.
 
     Raises:
-        InputError: A length or the number of ranks is not a positive whole number, or the parents are wrong.
+        InputError: If a length or the number of ranks is not a positive whole number, or the parents are invalid.
     """
     count, starts = whole_number(ranks), Mask.documents_of(lengths)
     if count is None or count < 1:
@@ -56,33 +57,33 @@ def balanced(lengths: Sequence[int], ranks: int, parents: tuple[int, ...] = ()) 
     for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         base = mask.origins[number] if mask.parents else start
         end = start - base + length
-        if base == start:  # nothing before it
+        if base == start:  # a root document
             trees.append([])
         trees[-1].append(_piece(base, start - base, end, end, end))
     return tuple(_runs(rank_pieces) for rank_pieces in _pieces_of_ranks([_tree(tree) for tree in trees], count))
 
 
 class _Piece(NamedTuple):
-    """Tokens p .. q - 1 and r .. s - 1 of the document that starts at `base`; with one interval only, q = r = s."""
+    """Tokens p to q - 1 and r to s - 1 of the document that starts at `base`; q = r = s if there is one interval."""
 
-    base: int  # for a document with parents, the position at which it would begin if they were right before it
+    base: int  # start of the document, or of its parents if they were placed right before it
     p: int
     q: int
     r: int
     s: int
-    beside: int  # its document continues: -1 on lower ranks than all these, 1 on higher ones, 0 on neither or on both
+    beside: int  # the document continues on lower ranks: -1, on higher ranks: 1, on neither or both: 0
     tokens: int
     pairs: int
 
     def of_ends(self, front: int, back: int) -> int:
-        """Return the causal pairs of the first `front` and the last `back` tokens."""
+        """Return the number of causal pairs of the first `front` and the last `back` tokens."""
         return (front * (2 * self.p + front + 1) + back * (2 * self.s - back + 1)) // 2
 
     def ends(self, tokens: int) -> tuple[int, int]:
         """Return how many of `tokens` tokens are taken from the front and from the back.
 
-        From a piece of one interval, all are taken from the front. From two intervals, the tokens are taken so that
-        their mean number of keys is that of the whole piece.
+        From a piece with one interval, all tokens are taken from the front. From a piece with two intervals, tokens are
+        taken with the same mean number of keys as the whole piece.
         """
         _, p, q, r, s, _, total, pairs = self
         if q == s:
@@ -93,7 +94,7 @@ class _Piece(NamedTuple):
         return front, tokens - front
 
     def cut(self, front: int, back: int) -> tuple[_Piece, _Piece]:
-        """Return (the two ends as one piece, which goes to the lower ranks; the part between them)."""
+        """Return both ends as one piece for the lower ranks, and the part between the ends."""
         base, p, q, r, s, beside, _, _ = self
         low, high = p + front, s - back
         q, r = (high, high) if q == s else (q, r)
@@ -103,15 +104,14 @@ class _Piece(NamedTuple):
         )
 
     def intervals(self) -> list[_Piece]:
-        """Return each of its intervals as a piece."""
         return [_piece(self.base, lo, hi, hi, hi) for lo, hi in ((self.p, self.q), (self.r, self.s)) if lo < hi]
 
 
 def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece:
-    """Return the piece with these fields; empty intervals are removed and adjoining ones merged."""
-    if p == q:  # the second part alone
+    """Return a piece without empty intervals, and with adjacent intervals merged."""
+    if p == q:  # only the second interval
         p, q, r = r, s, s
-    elif r == s:  # the first
+    elif r == s:  # only the first interval
         r = s = q
     elif q == r:
         q = r = s
@@ -120,7 +120,10 @@ def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece
 
 
 class _Tree:
-    """Documents with an ancestor in common, by position: pieces of one interval. Lower ranks take its front."""
+    """Documents with a common ancestor, as pieces of one interval in order of position.
+
+    Lower ranks take the front of the tree.
+    """
 
     def __init__(self, pieces: list[_Piece], beside: int) -> None:
         self.pieces, self.beside, self.base, self.p = pieces, beside, pieces[0].base, pieces[0].p
@@ -151,8 +154,9 @@ _Item = _Piece | _Tree
 
 
 def _tree(pieces: list[_Piece], beside: int = 0) -> _Item:
-    """Return the pieces of a tree as one item. A document without relatives is a piece, which may also be cut at both
-    ends.
+    """Return the pieces of a tree as one item.
+
+    A document without relatives stays a piece, which can be cut at both ends.
     """
     return _Tree(pieces, beside) if len(pieces) > 1 else pieces[0]._replace(beside=beside)
 
@@ -167,9 +171,7 @@ def _pieces_of_ranks(pieces: list[_Item], ranks: int) -> list[list[_Item]]:
 
 
 def _zigzag(piece: _Piece, ranks: int) -> list[list[_Item]]:
-    """Return each rank's pieces: the first rank gets the outermost tokens, half of them from the front; the next rank
-    gets the next ones, and so on.
-    """
+    """Return each rank's pieces, with the outermost tokens on the first rank and the innermost tokens on the last."""
     taken = [piece.tokens * rank // ranks for rank in range(ranks + 1)]
     edges = [(piece.p + (outer + 1) // 2, piece.s - outer // 2) for outer in taken]
     return [
@@ -179,10 +181,10 @@ def _zigzag(piece: _Piece, ranks: int) -> list[list[_Item]]:
 
 
 def _halved(pieces: list[_Item], share: int, ranks: int) -> tuple[list[_Item], list[_Item]]:
-    """Return (pieces of the lower `share` of the `ranks` ranks, pieces of the other ranks).
+    """Return the pieces of the lower `share` of the ranks, and the pieces of the other ranks.
 
-    A piece whose document continues on ranks below or above all of these goes to the half next to those ranks if
-    possible, so that its k/v arrive after one hop.
+    If a piece belongs to a document that continues on lower or higher ranks, the piece goes to the adjacent half if
+    possible. The k/v of a piece in the adjacent half arrive after one hop.
     """
     tokens = sum([piece.tokens for piece in pieces]) * share // ranks
     pairs = sum([piece.pairs for piece in pieces]) * share // ranks
@@ -209,7 +211,7 @@ def _halved(pieces: list[_Item], share: int, ranks: int) -> tuple[list[_Item], l
         return _halved([*(piece for piece in pieces if piece is not largest), *largest.pieces], share, ranks)
     left, right = row.window(pairs) if row.pairs(row.last) >= pairs else row.ends(pairs)
     if abs(sum([piece.pairs for piece in left]) - pairs) * TOLERANCE > pairs:
-        # if one interval is much longer than the other, no two ends have the mean number of keys of both
+        # if one interval is much longer than the other, no pair of ends has the mean number of keys
         apart: list[_Item] = [interval for piece in pieces for interval in piece.intervals()]
         if len(apart) > len(pieces):
             return _halved(apart, share, ranks)
@@ -217,23 +219,23 @@ def _halved(pieces: list[_Item], share: int, ranks: int) -> tuple[list[_Item], l
 
 
 class _Row:
-    """Pieces side by side, and the windows of `width` tokens over them.
+    """Pieces side by side, with windows of `width` tokens over the row.
 
-    If a window begins or ends within a piece, it has the tokens of that piece that `_Piece.ends` returns.
+    If a window begins or ends inside a piece, `_Piece.ends` selects the tokens that the window takes from the piece.
     """
 
     def __init__(self, pieces: list[_Item], width: int) -> None:
         self.pieces, self.width = pieces, width
         self.starts = [0, *accumulate([piece.tokens for piece in pieces])]
         self.before = [0, *accumulate([piece.pairs for piece in pieces])]
-        self.last = self.starts[-1] - width  # the last position of a window
+        self.last = self.starts[-1] - width  # last position of the window
 
     def reaches(self, pairs: int) -> bool:
-        """Return whether some window is certain to have this number of causal pairs."""
+        """Return whether some window is guaranteed to contain this number of causal pairs."""
         return 0 < self.width < self.starts[-1] and self.pairs(0) <= pairs <= self.pairs(self.last)
 
     def edges(self, at: int) -> tuple[int, int, int, int]:
-        """Return (first, its tokens, end, its tokens): the pieces in which a window from `at` on begins and ends."""
+        """Return the first and last piece of the window at `at`, each with its number of tokens in the window."""
         first = bisect_right(self.starts, at) - 1
         tokens = self.starts[first + 1] - at
         if tokens >= self.width:
@@ -242,15 +244,13 @@ class _Row:
         return first, tokens, end, at + self.width - self.starts[end]
 
     def pairs(self, at: int) -> int:
-        """Return the causal pairs of the window that begins at `at`."""
+        """Return the number of causal pairs in the window that begins at `at`."""
         first, tokens, end, end_tokens = self.edges(at)
         total = self.before[end] - self.before[first + 1] + self.pieces[first].of_ends(*self.pieces[first].ends(tokens))
         return total + self.pieces[end].of_ends(*self.pieces[end].ends(end_tokens)) if end_tokens else total
 
     def window(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
-        """Return (pieces inside, pieces outside) of the window that has this number of pairs, up to the pairs of one
-        token.
-        """
+        """Return the pieces inside and outside the window with this number of pairs, up to the pairs of one token."""
         at = bisect_left(range(self.last + 1), pairs, key=self.pairs)
         at -= at > 0 and pairs - self.pairs(at - 1) < self.pairs(at) - pairs
         first, tokens, end, end_tokens = self.edges(at)
@@ -268,14 +268,15 @@ class _Row:
         return inside, outside
 
     def ends(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
-        """Return (pieces inside, pieces outside) of the last window, for when even that one has too few pairs. From its
-        first piece it takes fewer tokens from the front and more from the back.
+        """Return the pieces inside and outside the last window, if even the last window has too few pairs.
+
+        From its first piece, the last window takes fewer tokens from the front and more tokens from the back.
         """
         first, tokens, _, _ = self.edges(self.last)
         piece = self.pieces[first]
         if tokens == piece.tokens:
             return self.pieces[first:], self.pieces[:first]
-        assert isinstance(piece, _Piece)  # `_halved` takes trees apart before
+        assert isinstance(piece, _Piece)  # `_halved` has already split trees
         wanted = pairs - (self.before[-1] - self.before[first + 1])
         front, back = piece.ends(tokens)
         most = front if piece.q == piece.s else min(front, piece.s - piece.r - back)
@@ -285,7 +286,7 @@ class _Row:
 
 
 def _runs(pieces: list[_Item]) -> Runs:
-    """Return the tokens of pieces as runs; adjoining runs are merged."""
+    """Return the tokens of pieces as runs, with adjacent runs merged."""
     runs: list[tuple[int, int]] = []  # (start, end)
     for start, end in sorted(
         [(interval.base + interval.p, interval.base + interval.q) for piece in pieces for interval in piece.intervals()]
@@ -299,8 +300,15 @@ def _runs(pieces: list[_Item]) -> Runs:
 
 @functools.lru_cache(maxsize=64)
 def shards_of(layout: str, lengths: tuple[int, ...], ranks: int, parents: tuple[int, ...] = ()) -> UnevenShards:
-    """Return the shards of packed documents of these lengths, in tokens, on the given number of CP ranks. parents: as
-    for `Mask`. Only the "balanced" layout depends on where documents begin.
+    """Return the shards of packed documents with these lengths in tokens.
+
+    Only the "balanced" layout depends on document boundaries.
+
+    Args:
+        layout: Name of the layout.
+        lengths: Number of tokens in each document.
+        ranks: Number of CP ranks.
+        parents: Number of each document's parent, as in `Mask`.
     """
     if layout == "balanced":
         return UnevenShards(balanced(lengths, ranks, parents))

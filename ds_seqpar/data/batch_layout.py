@@ -1,4 +1,4 @@
-"""A batch's own sharding and mask, for batches that the configured layout does not fully describe."""
+"""Sharding and mask of a single batch that the configured layout does not fully describe."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ..core.compiler.sharding.shards import Shards, UnevenShards, runs_of_sp_ran
 
 @dataclasses.dataclass(frozen=True)
 class BatchLayout:
-    """Which tokens of a batch each rank has, and what they attend to.
+    """Assignment of a batch's tokens to ranks, with the batch's attention mask.
 
-    It is made for batches that the configured layout does not fully describe: packed documents, padding that is not
-    simply on the right, and lengths that ranks cannot share equally. `shard_batches` returns it as "placement"; for
-    other batches, "placement" is `EQUAL`. Pass its mask and shards to `sp.attention`, and the layout itself to
-    `sp.gather`. A patched model takes it as it is.
+    `shard_batches` creates a `BatchLayout` for packed documents, for padding that is not simply on the right, and for
+    lengths that ranks cannot share equally. A sharded batch stores its layout under "placement"; a batch without a
+    layout stores `EQUAL`. Pass the layout's mask and shards to `sp.attention`, and the layout itself to `sp.gather` or
+    a patched model.
     """
 
-    mask: Mask  # numbers tokens by position in the batch
-    shards: UnevenShards  # numbers tokens as `mask` does
-    # how many sequences lie end to end, so that tensors are (1, tokens). None: tensors stay (rows, seq), and every row
-    # is sharded in the same way
+    mask: Mask  # tokens are numbered by position in the batch
+    shards: UnevenShards  # token numbers match those of `mask`
+    # number of sequences laid end to end in tensors of shape (1, tokens). None: tensors stay (rows, seq), and all rows
+    # are sharded in the same way
     rows: int | None = None
-    # positions at which a model's position_ids begin again at 0, ascending; not read where documents have parents
+    # ascending positions at which a model's position_ids restart from 0; unused if documents have parents
     restarts: tuple[int, ...] = (0,)
 
     @property
     def tokens(self) -> int:
-        """The tokens that all ranks hold together: one sequence, or all rows if they lie end to end."""
+        """Total number of tokens on all ranks: one sequence, or all rows if rows lie end to end."""
         return sum(tokens_of(self.shards, "q", rank) for rank in range(self.shards.size))
 
     @functools.cached_property
@@ -45,26 +45,27 @@ class BatchLayout:
         return f"of {self.tokens} tokens {self.fingerprint}"
 
     def mask_with_window(self, window: int | None) -> Mask:
-        """Return the mask, restricted to a layer's window of this many tokens; None: the mask itself."""
+        """Return the mask restricted to a layer's sliding window of `window` tokens, or the mask itself for None."""
         return self.mask if window is None or self.fits(window) else _with_window(self.mask, window)
 
     def fits(self, tokens: int) -> bool:
-        """Return whether documents have parents, and no query sees a key this many tokens before it."""
+        """Return whether documents have parents and no query attends to a key `tokens` or more positions back."""
         return bool(self.mask.parents) and tokens >= self.longest
 
     def positions(self, ulysses: int, rank: int) -> Tensor:
-        """Return the positions of an SP rank's tokens, int64 (its tokens,), on the CPU. ulysses: the Ulysses size."""
+        """Return the positions of an SP rank's tokens as an int64 CPU tensor; `ulysses` is the Ulysses size."""
         return positions_held(self.shards, ulysses, rank)
 
     def position_ids(self, ulysses: int, rank: int, after_padding: bool = False) -> Tensor:
-        """Return the position_ids of an SP rank's tokens, int64, on the CPU.
+        """Return the position_ids of an SP rank's tokens as an int64 CPU tensor.
 
-        They count from 0 in each document; in a document with a parent, from the end of the parent.
+        Position ids count from 0 in each document. In a document with a parent, position ids continue from the end of
+        the parent.
 
         Args:
             ulysses: The Ulysses size.
             rank: The SP rank.
-            after_padding: Whether a row that begins with padding is counted from its first token after the padding.
+            after_padding: Whether a left-padded row is counted from its first token after the padding.
         """
         starts, origins = self._counted_from(after_padding)
         positions, edges = self.positions(ulysses, rank), torch.tensor(starts, device="cpu")
@@ -72,12 +73,12 @@ class BatchLayout:
 
     @functools.cached_property
     def longest(self) -> int:
-        """One more than the greatest of the position_ids."""
+        """Largest position id plus one."""
         starts, origins = self._counted_from()
         return max(end - origin for end, origin in zip((*starts[1:], self.tokens), origins, strict=True))
 
     def _counted_from(self, after_padding: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (positions at which position_ids start a new count; for each, the position that has number 0)."""
+        """Return the positions where position_ids restart and, for each restart, the position that counts as 0."""
         if self.mask.parents:
             return self.mask.documents, self.mask.origins
         starts = (self.mask.documents or (0,)) if after_padding else self.restarts
@@ -85,11 +86,14 @@ class BatchLayout:
 
 
 class EqualShares(enum.Enum):
-    """The "placement" of a sharded batch that the configured layout fully describes; a constant in graphs."""
+    """Value of "placement" for batches that the configured layout fully describes.
+
+    Compiled graphs treat an enum member as a constant.
+    """
 
     EQUAL = "equal"
 
-    mask = shards = property(lambda self: None)  # what attention is given for it
+    mask = shards = property(lambda self: None)  # passed to attention
 
 
 EQUAL = EqualShares.EQUAL
@@ -101,12 +105,12 @@ def _with_window(mask: Mask, window: int) -> Mask:
     return dataclasses.replace(mask, window=window)
 
 
-@functools.lru_cache(maxsize=2)  # a batch's tensors ask in turn; a long sequence's positions are tens of megabytes
+@functools.lru_cache(maxsize=2)  # all tensors of a batch share an entry; long sequences take tens of megabytes
 def positions_held(shards: Shards, ulysses: int, rank: int, side: str = "q") -> Tensor:
-    """Return the positions of an SP rank's tokens, int64, on the CPU.
+    """Return the positions of an SP rank's tokens as an int64 CPU tensor.
 
-    They are its CP rank's tokens in order, in shares that differ by at most one token. So after the all-to-all the CP
-    rank holds its runs again.
+    SP ranks divide their CP rank's tokens, in order, into shares that differ by at most one token. The all-to-all
+    therefore restores the CP rank's runs.
     """
     runs = runs_of_sp_rank(shards, side, ulysses, rank)
     positions = [torch.arange(run.start, run.last + 1, run.step, device="cpu") for run in runs]

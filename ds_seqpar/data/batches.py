@@ -1,9 +1,9 @@
-"""Prepare batches for sequence parallel training: shift labels, shard tensors, and add the divisor of the loss.
+"""Prepare batches for sequence parallel training: shift labels, shard tensors, and compute the divisor of the loss.
 
-The right gradient is d(sum of all token losses) / N, where N is the number of labels that count in one optimizer step,
-over all ranks and micro-steps. ZeRO averages gradients over all ranks, and `engine.backward` divides by the G
-micro-steps. So each rank divides its local sum by `num_items_in_batch = N / (world * G)`, and N must be known before
-the first backward.
+The correct gradient is d(sum of all token losses) / N, where N is the number of non-ignored labels in one optimizer
+step over all ranks and micro-steps. ZeRO averages gradients over all ranks, and `engine.backward` divides by the G
+micro-steps. Each rank must therefore divide its local sum by `num_items_in_batch = N / (world * G)`, and N must be
+known before the first backward.
 """
 
 from __future__ import annotations
@@ -44,44 +44,45 @@ def shard_microbatches(
     device: torch.device | str | None = None,
     inputs: Mapping[str, InputSpec] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return this rank's shard of every micro-batch of an optimizer step. All ranks that share sequences must pass the
-    same micro-batches. Collective over the world.
+    """Return this rank's shard of every micro-batch of an optimizer step.
 
-    The loss that a rank computes from its shard is its local part; `sp.mean_loss` returns the loss over all ranks. The
-    local loss carries G times the gradient, and `engine.backward` divides by G. Without DeepSpeed call `(loss /
-    G).backward()`, and average gradients over the world, as DDP does.
+    All ranks that share sequences must pass the same micro-batches. Every rank of the job must call this function.
+
+    The loss that a rank computes from its shard is only the rank's part; `sp.mean_loss` returns the loss over all
+    ranks. The local loss carries G times the gradient, and `engine.backward` divides by G. Without DeepSpeed, call
+    `(loss / G).backward()` and average gradients over all ranks, as DDP does.
 
     Args:
-        sp: the SequenceParallel.
+        sp: The SequenceParallel.
         microbatches: G mappings of names to values:
-            - `labels`: int64 (B, S), -100 for tokens that do not count; not shifted;
+            - `labels`: unshifted labels, int64 (B, S), -100 for tokens that do not count;
             - `input_ids` (B, S) or `inputs_embeds` (B, S, hidden);
-            - `attention_mask`: (B, S), 0 for padding, which is before or after a row's tokens but not between them;
-            - documents, as `documents.documents_of` reads them: `position_ids` that begin again, cumulative lengths, or
-              `seq_idx`;
-            - other tensors, which `inputs` or a patched model declares;
-            - values that are not tensors, and 0-dim tensors, which are returned as they are.
-        causal: whether attention is causal.
-        steps: G, if known.
-        device: where this rank's tensors are copied to; None leaves each on its device.
-        inputs: how ranks share further tensors, by name (`data.inputs`).
+            - `attention_mask`: (B, S), 0 for padding before or after a row's tokens, but not between tokens;
+            - document boundaries in a format that `documents.documents_of` reads: `position_ids` that restart from 0,
+              cumulative lengths, or `seq_idx`;
+            - other tensors that `inputs` or a patched model declares;
+            - non-tensors and 0-dim tensors, which are returned unchanged.
+        causal: Whether attention is causal.
+        steps: Number of micro-batches (G), if known.
+        device: Device to copy this rank's tensors to; None leaves each tensor on its device.
+        inputs: Declarations of further tensors, by name (`data.inputs`).
 
     Returns:
         A dict for each micro-batch:
             - this rank's part of every input, as declared: inputs with an entry per token are (B, local tokens, ...);
-            - `shift_labels`: labels, moved before sharding to the token that predicts them; -100 across a document's
+            - `shift_labels`: labels, moved before sharding to the tokens that predict them; -100 across a document's
               end;
-            - `position_ids`: int64 (B, local tokens), global, or within documents if there are any;
-            - `num_items_in_batch`: a float, by which the local sum of token losses is divided (by transformers models);
-            - `placement`: EQUAL, by which a patched model knows a shard. Or a BatchLayout, if the configured layout
-              does not fully describe the batch: for documents, for left padding (any padding with causal=False), and
-              for a length that ranks cannot share equally. With documents or left padding, rows lie end to end, and
-              tensors are (1, local tokens, ...).
+            - `position_ids`: int64 (B, local tokens), global positions, or positions within documents if there are any;
+            - `num_items_in_batch`: a float, by which transformers models divide the local sum of token losses;
+            - `placement`: `EQUAL`, which tells a patched model that the batch is a shard, or a `BatchLayout`.
+              Documents, left padding (any padding with causal=False), and lengths that ranks cannot share equally
+              require a `BatchLayout`. With documents or left padding, rows lie end to end in tensors of shape (1, local
+              tokens, ...).
 
     Raises:
-        InputError: before training, on a rank whose micro-batches cannot be sharded or have an undeclared tensor.
-        DisagreementError: on the other ranks; on all ranks if those that share a sequence have different micro-batches,
-            or if the number of micro-batches differs.
+        InputError: Before training, on a rank whose micro-batches cannot be sharded or contain an undeclared tensor.
+        DisagreementError: On the other ranks, or on all ranks if the number of micro-batches differs or ranks that
+            share a sequence have different micro-batches.
     """
     advice = functools.partial(mismatch_hints.of_batches, began=sp.calls.count > 0)
     with together(
@@ -100,7 +101,7 @@ def shard_microbatches(
     for batch in sharded:
         batch["num_items_in_batch"] = max(total, 1) / (sp.size * sp.data_size * len(microbatches))
         batch.setdefault("placement", EQUAL)
-        if not sp.vocabularies:  # a patched model reads positions
+        if not sp.vocabularies:  # a patched model always reads positions
             batch["position_ids"] = sp.unused.watch(batch["position_ids"])
     return sharded
 
@@ -113,12 +114,12 @@ def _prepare(
     device: torch.device | str | None,
     table: Mapping[str, InputSpec],
 ) -> tuple[list[dict[str, Any]], list[int], list[dict[str, str]]]:
-    """Return what a rank needs from its micro-batches. It does not communicate.
+    """Prepare this rank's micro-batches without communication.
 
     Returns:
-        (this rank's shard of each micro-batch; [labels that count in these shards, labels of the whole micro-batches
-        that only left padding could predict]; a fingerprint of each whole micro-batch, which ranks of a sequence
-        compare).
+        This rank's shard of each micro-batch, a list of two label counts, and a fingerprint of each whole micro-batch
+        for comparison between ranks of a sequence. The first count is the number of non-ignored labels in the shards.
+        The second count is the number of labels in the whole micro-batches that only left padding could predict.
     """
     checked = [check_batch(sp, batch, causal) for batch in microbatches]
     sharded = [_shard(batch, table, batch.inputs["labels"].device) for batch in checked]
@@ -141,25 +142,26 @@ def shard_call(
     table: Mapping[str, InputSpec] = INPUTS,
     end_to_end: bool = False,
 ) -> tuple[dict[str, Any], float | Tensor]:
-    """Return this rank's shard of a whole batch that a model is called with. It does not communicate.
+    """Return this rank's shard of a whole batch that is passed to a model's forward.
 
-    The host reads nothing from a device except padding and documents, which determine the tokens that ranks share.
+    No communication takes place. The host reads only padding and document boundaries from devices, because both
+    determine how tokens are sharded.
 
     Args:
-        sp: the SequenceParallel.
-        batch: as in `shard_microbatches`, but `labels` may be missing, and `inputs_embeds` (B, S, hidden) may replace
-            `input_ids`.
-        checks: judges the batch's values.
-        on_cpu: name -> the same values on the CPU, for tensors on a device.
-        table: how ranks share each input.
-        end_to_end: whether rows must lie end to end because their masks differ.
+        sp: The SequenceParallel.
+        batch: Batch as in `shard_microbatches`, with optional `labels` and with `inputs_embeds` (B, S, hidden) allowed
+            in place of `input_ids`.
+        checks: Collector of checks on the batch's values.
+        on_cpu: CPU copies, by name, of tensors on a device.
+        table: Declarations of all inputs.
+        end_to_end: Whether rows must lie end to end because their masks differ.
 
     Returns:
-        (the shard, without `num_items_in_batch`, on the tokens' device; how many labels count in the whole batch: a
-        float, or a 0-dim tensor if they are counted on a device).
+        The shard, without `num_items_in_batch`, on the tokens' device, and the number of non-ignored labels in the
+        whole batch. The number of labels is a float, or a 0-dim tensor if labels are counted on a device.
 
     Raises:
-        InputError: if the batch cannot be sharded.
+        InputError: If the batch cannot be sharded.
     """
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
     whole = {name: x for name, x in batch.items() if x is not None}
@@ -179,17 +181,20 @@ def shard_shared_prompts(
     checks: ValueChecks,
     on_cpu: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Any], float | Tensor]:
-    """Return this rank's shard of a batch's rows without repeated prompts. It does not communicate.
+    """Return this rank's shard of a batch whose repeated prompts are merged.
+
+    No communication takes place.
 
     Args:
-        sp: the SequenceParallel.
+        sp: The SequenceParallel.
         batch: `input_ids` and `labels`, int64 (rows, tokens).
-        shared: its prompts.
-        checks: as in `shard_call`; `on_cpu` too.
+        shared: Merged prompts of the batch.
+        checks: Collector of checks on the batch's values.
+        on_cpu: CPU copies, by name, of tensors on a device.
 
     Returns:
-        As `shard_call`; position_ids count a row's padding before its tokens, and a mask says how many rows have a
-        token.
+        The shard and the number of non-ignored labels, as in `shard_call`. The position_ids include the padding before
+        a row's tokens, and the mask contains the number of rows that share each token.
     """
     tensors = {**batch, **check_range({**batch, **(on_cpu or {})}, sp.vocabulary, checks)}
     placement: Any = sp.place(len(shared.tokens), shared.documents, parents=shared.parents)
@@ -207,7 +212,7 @@ def shard_shared_prompts(
 
 
 def _read(name: str, x: Any) -> Any:
-    """Return on the CPU the tensors that determine which tokens ranks share."""
+    """Copy a tensor that determines the sharding to the CPU."""
     if not isinstance(x, Tensor) or x.device.type == "cpu":
         return x
     log_once(
@@ -218,10 +223,13 @@ def _read(name: str, x: Any) -> Any:
 
 
 def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
-    """Return the labels of a whole batch, int64 (B, S), with -100 for those that do not count.
+    """Return the labels of a whole batch, int64 (B, S), with -100 for labels that do not count.
 
-    These are the first of each row, and those predicted across a document's end or from padding. It does not
-    communicate. Raises InputError if the batch cannot be sharded.
+    The first label of each row does not count, nor do labels predicted from another document or from padding. No
+    communication takes place.
+
+    Raises:
+        InputError: If the batch cannot be sharded.
     """
     checked = check_batch(sp, {name: x for name, x in batch.items() if name in INPUTS}, causal=True)
     if checked.from_padding is not None:
@@ -231,19 +239,19 @@ def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedBatch:
-    """A whole batch that was checked."""
+    """Whole batch that passed all checks."""
 
-    # by name; with shift_labels, if it has labels: each moved to the token that predicts it, -100 at the last token of
-    # a document
+    # tensors by name; shift_labels are the labels, if any, moved to the tokens that predict them, with -100 at the last
+    # token of each document
     inputs: dict[str, Any]
     mask: Tensor | None  # bool (B, S), False for padding; None: no padding
-    part: Part  # which of its tokens this rank has
-    counted: float | Tensor  # labels that count: a float where they are on the CPU
-    from_padding: Tensor | None  # labels that only left padding could predict, int64 (1,); None: no padding
+    part: Part  # selection of this rank's tokens
+    counted: float | Tensor  # number of non-ignored labels: a float if labels are on the CPU
+    from_padding: Tensor | None  # number of labels that only left padding could predict, int64 (1,); None: no padding
 
 
 def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> CheckedBatch:
-    """Check a whole batch. It does not communicate. Raises InputError if the batch cannot be sharded."""
+    """Check a whole batch without communication, or raise InputError if the batch cannot be sharded."""
     return _checked(sp, batch, batch, causal, labels_of(batch).shape, ValueChecks())
 
 
@@ -256,7 +264,7 @@ def _checked(
     checks: ValueChecks,
     end_to_end: bool = False,
 ) -> CheckedBatch:
-    """Check a whole batch of (rows, tokens). known: the batch, with some of its tensors on the CPU."""
+    """Check a whole batch of shape (rows, tokens); `known` is the batch with some of its tensors on the CPU."""
     rows, seq = shape
     if not rows or not seq:
         raise InputError(
@@ -285,14 +293,16 @@ def _checked(
 def _layout_of(
     sp: Sharding, batch: Mapping[str, Any], rows: int, seq: int, causal: bool, end_to_end: bool
 ) -> tuple[Tensor | None, Lengths | None, BatchLayout | None]:
-    """Return (the padding mask, tokens of each document and stretch of padding, the layout). The host reads these. None
-    stands for: no padding; one document per row; the configured layout is enough.
+    """Return the padding mask, the lengths of documents and padding stretches, and the layout of a batch.
+
+    All three items are computed on the host. The mask is None if there is no padding, the lengths are None if each row
+    is one document, and the layout is None if the configured layout is enough.
     """
     mask = checked_mask(batch.get("attention_mask"), (rows, seq))
     on_left = mask is not None and not bool(mask[:, 0].all())
     documents = documents_in(batch, mask, rows, seq)
     segments = documents or ((seq,) * rows if end_to_end else None)
-    if mask is not None and (on_left or not causal):  # a causal mask alone would let tokens see padding
+    if mask is not None and (on_left or not causal):  # a causal mask alone would not hide the padding
         segments = _padding_as_documents(documents or (seq,) * rows, mask)
     placement = sp.place(rows * seq, segments, causal=causal) if segments else sp.place(seq, causal=causal)
     if segments and placement is not None:
@@ -303,7 +313,7 @@ def _layout_of(
 def _padding_error(values: list[int]) -> InputError | None:
     if not values[0]:
         return None
-    # a label on the first padding token, often the end of the text, is predicted from a real one
+    # a label on the first padding token, often an end-of-text token, is predicted from a real token
     return InputError(
         "labels must not count where they are predicted from padding, whose attention mask is dropped; got "
         f"{values[0]} such labels, set labels to -100 where attention_mask is 0"
@@ -311,10 +321,13 @@ def _padding_error(values: list[int]) -> InputError | None:
 
 
 def lengths_of(batch: Mapping[str, Any]) -> Lengths:
-    """Return the number of tokens of each document of a whole batch, without padding.
+    """Return the number of unpadded tokens in each document of a whole batch.
 
-    Each row is one document unless the batch says otherwise. The batch has input_ids (B, S) or inputs_embeds
-    (B, S, hidden), and needs no labels. Raises InputError if its documents or its padding cannot be read.
+    Each row is one document unless the batch marks documents. The batch must contain input_ids (B, S) or inputs_embeds
+    (B, S, hidden), and needs no labels.
+
+    Raises:
+        InputError: If the batch's documents or padding cannot be read.
     """
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
@@ -329,14 +342,14 @@ def lengths_of(batch: Mapping[str, Any]) -> Lengths:
 
 
 def labels_without(batch: Mapping[str, Any], left_out: Tensor) -> Tensor:
-    """Return the labels of a whole batch, with -100 for some of its examples.
+    """Return the labels of a whole batch, with -100 for the left-out examples.
 
     Args:
-        batch: a whole batch, whose rows are its examples, or packs of them.
-        left_out: bool (examples,), which examples' labels must not count.
+        batch: Whole batch whose rows are examples, or packs of examples.
+        left_out: bool (examples,), True for examples whose labels must not count.
 
     Raises:
-        InputError: if examples are packed and the batch's documents do not separate them.
+        InputError: If examples are packed and the batch does not mark the boundaries between examples.
     """
     labels = batch["labels"]
     lengths: Lengths = (labels.shape[1],) * len(labels)
@@ -355,7 +368,7 @@ def labels_without(batch: Mapping[str, Any], left_out: Tensor) -> Tensor:
 
 
 def documents_in(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
-    """Return the lengths of the batch's declared documents, padding included; None if it declares none."""
+    """Return the lengths of the batch's marked documents, padding included, or None if no documents are marked."""
     continued = dict(batch)
     if mask is not None and isinstance(positions := continued.get("position_ids"), Tensor):
         continued["position_ids"] = _continued_through_padding(positions, mask)
@@ -363,7 +376,11 @@ def documents_in(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: 
 
 
 def checked_mask(mask: object, shape: tuple[int, ...]) -> Tensor | None:
-    """Return a mask as bool on the CPU; None if there is no padding. Raises InputError for any other form."""
+    """Return an attention mask as bool on the CPU, or None if there is no padding.
+
+    Raises:
+        InputError: If the mask has another shape, values other than 0 and 1, or padding between tokens.
+    """
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != shape:
@@ -388,21 +405,21 @@ def checked_mask(mask: object, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def _continued_through_padding(positions: Tensor, mask: Tensor) -> Tensor:
-    """Return position_ids with new values at padding, where collators put arbitrary ones.
+    """Return position_ids with new values at padding, since collators put arbitrary values there.
 
-    After a row's tokens the positions go on; before them they count from 0.
+    Positions continue in the padding after a row's tokens, and count from 0 in the padding before the tokens.
     """
     rows, seq = mask.shape
     if positions.shape not in ((seq,), (1, seq), (rows, seq)):
-        return positions  # documents_of raises for this shape
+        return positions  # documents_of raises an error for this shape
     token = torch.arange(seq, device="cpu")
-    last = torch.where(mask, token, -1).cummax(1).values  # for each token, the index of the last real token up to it
+    last = torch.where(mask, token, -1).cummax(1).values  # index of the last real token at or before each token
     by_row = positions.cpu().expand(rows, seq)
     return torch.where(last < 0, token, by_row.gather(1, last.clamp(min=0)) + token - last)
 
 
 def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
-    """Return the document lengths of the rows laid end to end; each stretch of padding is its own document."""
+    """Return the document lengths of rows laid end to end, with each stretch of padding as its own document."""
     flat = mask.flatten()
     edges = ((flat[1:] != flat[:-1]).nonzero().flatten() + 1).tolist()
     cuts = sorted({*Mask.documents_of(lengths), *edges, flat.numel()})
@@ -410,7 +427,7 @@ def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
 
 
 def _shard(batch: CheckedBatch, table: Mapping[str, InputSpec], device: torch.device) -> dict[str, Any]:
-    """Return this rank's shard of a batch. device: for positions, and for a mask."""
+    """Return this rank's shard of a batch; `device` is the device of positions and mask."""
     part, sp, placement = batch.part, batch.part.sp, batch.part.placement
     sharded = part.of(table, batch.inputs)
     positions = sp.local_positions(part.seq if placement is None else placement, device).clone()[None]
@@ -423,22 +440,23 @@ def _shard(batch: CheckedBatch, table: Mapping[str, InputSpec], device: torch.de
 
 
 def _warn_if_any(values: list[int]) -> None:
-    """Warn of labels that only left padding could predict, on the first rank. values: (how many there are,)."""
+    """Warn on the first rank about labels that only left padding could predict; `values` contains their number."""
     if values[0] and dist.get_rank() == 0:
         warn_of_left_padding()
 
 
 def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict[str, Any]:
-    """Return the batch with its tensors on a device; None leaves each where it is."""
+    """Return the batch with its tensors on a device, or unchanged if `device` is None."""
     if device is None:
         return batch
     return {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
 def fingerprint(batch: Mapping[str, Any] | list[Any]) -> dict[str, str]:
-    """Return by name each tensor's dtype, shape and digest of its values, and the digest of a list of rows. They must
-    be equal on all ranks of a sequence.
+    """Return fingerprints that must be equal on all ranks of a sequence.
+
+    The fingerprint of a tensor consists of its dtype, shape and value digest. A list of rows has a single digest.
     """
-    if isinstance(batch, list):  # an object's repr may have its address
+    if isinstance(batch, list):  # the repr of an object may contain its address
         return {"rows": f"{len(batch)} {Fingerprint.of(re.sub(' at 0x[0-9a-fA-F]+', '', repr(batch)))}"}
     return {name: fingerprint_of(x) for name, x in sorted(batch.items()) if isinstance(x, Tensor)}

@@ -1,4 +1,4 @@
-"""Check the token ids and labels of a whole batch: dtypes, shapes and ranges, and labels predicted from padding."""
+"""Check the dtypes, shapes and ranges of a batch's token ids and labels, and find labels predicted from padding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IGNORE = -100  # the label of a token that does not count in the loss
 
 
 def labels_of(batch: Mapping[str, Any]) -> Tensor:
-    """Return the labels of a batch, int64 (rows, tokens). Raises InputError if they are missing or malformed."""
+    """Return a batch's labels, int64 (rows, tokens), or raise InputError if the labels are missing or malformed."""
     if not isinstance(batch, Mapping):
         raise InputError(f"a batch must be a mapping of names to tensors; got {describe(batch)}")
     labels = batch.get("labels")
@@ -35,19 +35,19 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor:
 
 
 def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None, checks: ValueChecks) -> dict[str, Tensor]:
-    """Check that each label is -100 or a class of the model's head, and that each token id is in the vocabulary.
+    """Check that every label is -100 or a class of the model's head, and that every token id is in the vocabulary.
 
-    Every rank checks the whole batch. Otherwise only the rank that holds a wrong token would fail while the others
-    wait.
+    Every rank checks the whole batch. If each rank checked only its own shard, the rank with an invalid token would
+    fail alone, and the other ranks would wait.
 
     Args:
-        batch: may have labels (rows, tokens), and input_ids of their shape.
-        vocabulary: None if the model is unknown.
-        checks: raises InputError for wrong values, or keeps them until later.
+        batch: Batch that may have labels (rows, tokens), and input_ids of the same shape.
+        vocabulary: Vocabulary of the model; None if unknown.
+        checks: Collector that raises InputError for invalid values immediately or later.
 
     Returns:
-        By name, replacements for values that are read later. Wrong values are replaced in them, since kernels would
-        otherwise abort the process before the error is raised.
+        Replacements, by name, for tensors whose values are checked later. The replacements contain no invalid values,
+        because kernels would otherwise abort the process before the error is raised.
     """
     tokens, classes = vocabulary or (None, None)
     labels, ids = batch.get("labels"), batch.get("input_ids")
@@ -77,14 +77,14 @@ def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None, checks:
 
 
 def _require_none(x: Tensor, wrong: Tensor, sentence: str, checks: ValueChecks) -> None:
-    """Check that `wrong` (bool, as x) is true nowhere. sentence: has {} for the first such value and its place.
+    """Check that `wrong`, a bool tensor shaped like `x`, is False everywhere.
 
-    x is (rows, tokens).
+    `x` has shape (rows, tokens). The format string `sentence` contains {} for the first invalid value and its location.
     """
     if not x.numel():
         return
     wrong, tokens = wrong.reshape(-1), x.shape[1]
-    index = wrong.to(torch.uint8).argmax()[None]  # of the first
+    index = wrong.to(torch.uint8).argmax()[None]  # first invalid value
 
     def judge(values: list[int]) -> InputError | None:
         is_wrong, place, value = values
@@ -95,13 +95,16 @@ def _require_none(x: Tensor, wrong: Tensor, sentence: str, checks: ValueChecks) 
 
 
 def predicted_from_padding(labels: Tensor, mask: Tensor) -> Tensor:
-    """Return how many rows begin with padding and have a label that counts at their first real token, int64 (1,).
+    """Count the rows that begin with padding and have a non-ignored label at their first real token.
 
-    Only padding could predict such a label.
+    Only padding could predict a label at the first real token of a row.
 
     Args:
         labels: int64 (rows, tokens).
-        mask: bool of the same shape and device, False for padding.
+        mask: bool tensor with the same shape and device, False for padding.
+
+    Returns:
+        int64 tensor of shape (1,).
     """
     is_first = torch.nn.functional.pad(mask[:, 1:] > mask[:, :-1], (1, 0), value=False)
     return ((labels != IGNORE) & is_first).sum()[None]
@@ -109,7 +112,7 @@ def predicted_from_padding(labels: Tensor, mask: Tensor) -> Tensor:
 
 @functools.cache
 def warn_of_left_padding() -> None:
-    """Warn once in a process."""
+    """Warn once per process about labels that only left padding could predict."""
     warnings.warn(
         "padding on the left: the first token of a row has a label, which only padding could predict. Such labels do "
         "not count here, while an unsplit model counts them. Set them to -100, and both give the same loss "

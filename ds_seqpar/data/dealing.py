@@ -1,8 +1,9 @@
-"""Deal the samples of an optimizer step to groups of ranks and to micro-batches, so that groups have equal costs.
+"""Distribute the samples of an optimizer step over groups and micro-batches so that groups have equal costs.
 
-Samples, the most expensive first, go to the group with the least cost so far; within a group they go to micro-batches
-in the same way. The tokens of a micro-batch are capped. All groups have the same number of micro-batches, since they
-reduce gradients and gather parameters together. One more micro-batch is tried if the cap leaves costs too uneven.
+The most expensive samples are assigned first, each to the group with the lowest cost so far. Within a group, each
+sample goes to the micro-batch with the lowest cost so far. The number of tokens in a micro-batch is limited. All groups
+have the same number of micro-batches, because groups reduce gradients and gather parameters together. If the token
+limit leaves costs too uneven, one more micro-batch is tried.
 """
 
 from __future__ import annotations
@@ -12,27 +13,28 @@ from typing import NamedTuple
 
 from ..base.errors import InputError
 
-Pack = list[int]  # the samples of a micro-batch, by their numbers in the step, ascending
-EVEN = 1.05  # the most expensive group's cost over the mean, for which no more micro-batches are tried
-WHOLE = 1.02  # the most expensive rank's cost over the mean, for which no more samples are shared
-TRIED = 3  # numbers of micro-batches, from the least one on
-LEADING = (0.9, 0.8, 0.0)  # shares of the samples that are spread before the others fill up micro-batches
+Pack = list[int]  # ascending numbers of a micro-batch's samples in the step
+EVEN = 1.05  # largest group cost relative to the mean at which the search stops adding micro-batches
+WHOLE = 1.02  # largest rank cost relative to the mean at which the search stops sharing samples
+TRIED = 3  # how many micro-batch counts are tried, from the smallest one
+LEADING = (0.9, 0.8, 0.0)  # fractions of samples that are spread before the rest fills up micro-batches
 
 
 def deal(tokens: Sequence[int], costs: Sequence[float], groups: int, cap: int) -> list[list[Pack]]:
-    """Return the packs of each group. The same arguments give the same result.
+    """Return the packs of each group. Equal arguments always give equal packs.
 
     Args:
-        tokens: tokens of each sample, from 1 to `cap`.
-        costs: cost of each sample, above 0.
-        groups: number of groups.
-        cap: maximum number of tokens in a pack.
+        tokens: Number of tokens in each sample, from 1 to `cap`.
+        costs: Cost of each sample, above 0.
+        groups: Number of groups.
+        cap: Maximum number of tokens in a pack.
 
     Returns:
-        The same number of packs for each group; the most expensive come first, and some may be empty.
+        A list of packs for each group, sorted by descending cost. All lists have the same length, and some packs may be
+        empty.
 
     Raises:
-        InputError: a sample has more tokens than a pack.
+        InputError: If a sample has more tokens than fit in a pack.
     """
     if tokens and max(tokens) > cap:
         raise InputError(
@@ -52,35 +54,36 @@ def deal(tokens: Sequence[int], costs: Sequence[float], groups: int, cap: int) -
                 break
         if best is not None and count >= least + TRIED:
             break
-    assert best is not None  # with a micro-batch for each sample, all fit
+    assert best is not None  # all samples fit with one micro-batch per sample
     return best[1]
 
 
 class Dealt(NamedTuple):
-    """The packs of each group: those that its ranks share, and those in which each rank has whole samples."""
+    """Packs of each group: packs shared by all ranks of the group, and packs with whole samples per rank."""
 
     shared: list[list[Pack]]
-    whole: list[list[list[Pack]]]  # of each group, for each micro-batch the samples of each rank
+    whole: list[list[list[Pack]]]  # samples by group, micro-batch and rank
 
 
 def deal_by_length(
     tokens: Sequence[int], costs: Sequence[float], groups: int, size: int, cap: int, sharing: float = 1.0
 ) -> Dealt:
-    """Return packs in which all samples but the longest are whole on a rank.
+    """Return packs in which all samples except the longest are whole on one rank.
 
-    Ranks share samples with more tokens than one rank may have. If ranks would wait for one another with the remaining
-    samples, they also share the longest of these, provided that takes less time.
+    A sample is shared by the ranks of a group if it has more tokens than one rank may hold. If the remaining samples
+    would make ranks wait for each other, the longest remaining samples are shared too, provided that sharing takes less
+    time.
 
     Args:
-        tokens: tokens of each sample, from 1 to `cap * size`.
-        costs: cost of each sample, above 0.
-        groups: number of groups.
-        size: number of ranks in a group.
-        cap: maximum number of a rank's tokens in a pack.
-        sharing: cost of a sample that fits a rank when ranks share it, over its cost on one rank.
+        tokens: Number of tokens in each sample, from 1 to `cap * size`.
+        costs: Cost of each sample, above 0.
+        groups: Number of groups.
+        size: Number of ranks in a group.
+        cap: Maximum number of tokens per rank in a pack.
+        sharing: Cost of sharing a sample that fits on one rank, relative to the cost of the sample on one rank.
 
     Raises:
-        InputError: a sample has more tokens than a pack.
+        InputError: If a sample has more tokens than fit in a pack.
     """
     order = sorted(range(len(tokens)), key=lambda sample: (-tokens[sample], sample))
     least, even = sum(count > cap for count in tokens), WHOLE * sum(costs) / (groups * size)
@@ -101,17 +104,17 @@ def deal_by_length(
 
 
 def of_groups(dealt: Sequence[list[Pack]], costs: Sequence[float]) -> list[float]:
-    """Return what the packs of each group cost."""
+    """Return the total cost of each group's packs."""
     return [sum(costs[sample] for pack in packs for sample in pack) for packs in dealt]
 
 
 def _seconds(packs: Sequence[Sequence[Pack]], costs: Sequence[float]) -> float:
-    """Return the cost of micro-batches; in each of them, ranks wait for the slowest."""
+    """Return the total cost of micro-batches in which all ranks wait for the slowest rank."""
     return sum(max(sum(costs[sample] for sample in pack) for pack in by_rank) for by_rank in packs)
 
 
 def _dealt(tokens: Sequence[int], costs: Sequence[float], groups: int, count: int, cap: int) -> list[list[Pack]] | None:
-    """Return `count` packs for each group; None if this order of samples leaves one that fits nowhere."""
+    """Return `count` packs for each group, or None if a sample fits in no pack."""
     by_group = _spread(range(len(tokens)), tokens, costs, [0.0] * groups, count * cap)
     dealt = []
     for samples in by_group or ():
@@ -125,15 +128,15 @@ def _dealt(tokens: Sequence[int], costs: Sequence[float], groups: int, count: in
 def _whole(
     samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], taken: Sequence[float], size: int, cap: int
 ) -> list[list[list[Pack]]]:
-    """Return the samples of each rank, for each group, in as few micro-batches as possible.
+    """Return the samples of each group by micro-batch and rank, in as few micro-batches as possible.
 
     Args:
         samples: Numbers of the samples.
-        tokens: Tokens of each sample.
+        tokens: Number of tokens in each sample.
         costs: Cost of each sample.
-        taken: What a rank of each group has to do before.
+        taken: Cost already assigned to each rank, by group.
         size: Number of ranks in a group.
-        cap: Maximum number of a rank's tokens in a micro-batch.
+        cap: Maximum number of tokens per rank in a micro-batch.
     """
     groups, before = len(taken), [own * size for own in taken]
     least = -(-sum(tokens[sample] for sample in samples) // (cap * size * groups))
@@ -148,10 +151,11 @@ def _whole(
 def _side_by_side(
     samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], count: int, size: int, cap: int
 ) -> list[list[Pack]] | None:
-    """Return for each of `count` micro-batches the samples of each rank, such that ranks wait little for one another.
+    """Assign samples to the ranks of `count` micro-batches so that ranks spend little time waiting for each other.
 
-    Most samples are spread over all ranks of all micro-batches; ranks with similar costs are then put in the same
-    micro-batch. The remaining samples, the most expensive first, go where they add least to the time of the step.
+    Most samples are spread over all ranks of all micro-batches. Ranks with similar costs are then put in the same
+    micro-batch. Each remaining sample, the most expensive first, goes to the micro-batch that adds the least time to
+    the step.
     """
     order, found = sorted(samples, key=lambda sample: (-costs[sample], sample)), list[list[list[Pack]]]()
     for leading in (round(share * len(order)) for share in LEADING):
@@ -175,7 +179,7 @@ def _side_by_side(
 def _fill(
     packs: list[list[Pack]], samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], cap: int
 ) -> bool:
-    """Add samples to micro-batches that each have one pack per rank. Return whether all samples fit."""
+    """Add samples to micro-batches that have one pack per rank, and return whether all samples fit."""
     load = [[sum(costs[sample] for sample in pack) for pack in by_rank] for by_rank in packs]
     room = [[cap - sum(tokens[sample] for sample in pack) for pack in by_rank] for by_rank in packs]
     most = [max(of_ranks) for of_ranks in load]
@@ -200,9 +204,9 @@ def _fill(
 def _spread(
     samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], taken: Sequence[float], cap: int
 ) -> list[list[int]] | None:
-    """Return the samples in bins, each in the cheapest bin with room; None if no bin has room.
+    """Put each sample in the cheapest bin with room, and return the bins, or None if a sample fits in no bin.
 
-    `taken` is what each bin costs before.
+    `taken` is the initial cost of each bin.
     """
     bins = len(taken)
     spread: list[list[int]] = [[] for _ in range(bins)]
@@ -219,5 +223,5 @@ def _spread(
 
 
 def most(works: Sequence[float]) -> float:
-    """Return the maximum over the mean."""
+    """Return the ratio of the maximum to the mean."""
     return max(works) * len(works) / (sum(works) or 1.0)

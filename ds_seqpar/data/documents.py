@@ -1,6 +1,7 @@
-"""Read the documents of a batch from any of the forms that collators use. Several forms must agree.
+"""Read the document boundaries of a batch from every format that collators use.
 
-Rows of a batch lie end to end: position row * seq + i of the batch is token i of that row.
+All formats in a batch must mark the same documents. Rows of a batch lie end to end: position `row * seq + i` of the
+batch is token i of that row.
 """
 
 from __future__ import annotations
@@ -14,30 +15,32 @@ from torch import Tensor
 
 from ..base.errors import InputError
 
-Lengths = tuple[int, ...]  # tokens of each document of a batch, in order; no document goes on in the next row
+Lengths = tuple[int, ...]  # tokens of each document of a batch, in order; no document spans two rows
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 NUMBERED = ("seq_idx", "document_ids")
-# lengths that some collators add; they do not say where documents lie
+# lengths that some collators add, which do not locate documents
 IMPLIED = ("max_length_q", "max_length_k", "max_seqlen", "seq_lengths")
-READ = {"attention_mask", "position_ids", *CUMULATIVE, *NUMBERED}  # what says which tokens ranks share
+READ = {"attention_mask", "position_ids", *CUMULATIVE, *NUMBERED}  # inputs that determine how tokens are sharded
 
 
 def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | None:
-    """Return the lengths of the documents of a batch of `rows` sequences of `seq` tokens.
+    """Return the length of each document in a batch of `rows` sequences of `seq` tokens.
 
     Args:
-        batch: names documents by any of
-            - `position_ids` that begin again at 0, (rows, seq), (1, seq) or (seq,), or the first of four axes of them;
-            - cumulative lengths, `cu_seq_lens_q`, `cu_seq_lens_k` or `cu_seqlens`: int, (documents + 1,);
-            - a number for each token, `seq_idx` or `document_ids`: int, (rows, seq).
-        rows: sequences of the batch.
-        seq: tokens of each.
+        batch: Inputs by name, which mark documents in any of these formats:
+            - `position_ids` that restart from 0: (rows, seq), (1, seq) or (seq,), or four axes of position ids, of
+              which the first is read;
+            - cumulative lengths `cu_seq_lens_q`, `cu_seq_lens_k` or `cu_seqlens`: int, (documents + 1,);
+            - a document number per token, `seq_idx` or `document_ids`: int, (rows, seq).
+        rows: Number of sequences in the batch.
+        seq: Number of tokens in each sequence.
 
     Returns:
-        Tokens of each document, in order; None if each row is one document.
+        Number of tokens in each document, in order; None if each row is one document.
 
     Raises:
-        InputError: for any other form, and if several forms disagree, for example cumulative lengths of another batch.
+        InputError: If an input is malformed, or if several formats disagree, as with cumulative lengths of another
+            batch.
     """
     lengths: dict[str, Lengths] = {}
     readers: list[tuple[tuple[str, ...], Callable]] = [
@@ -97,7 +100,7 @@ def _numbered(name: str, numbers: object, rows: int, seq: int) -> Lengths:
 
 
 def _cumulative(name: str, lengths: object, rows: int, seq: int) -> Lengths:
-    ends = [end for end, _ in itertools.groupby(_integers(name, lengths).flatten().tolist())]  # some pad by repeating
+    ends = [end for end, _ in itertools.groupby(_integers(name, lengths).flatten().tolist())]  # some repeat the last
     ascending = all(a < b for a, b in itertools.pairwise(ends))
     if len(ends) < 2 or ends[0] != 0 or not ascending or ends[-1] > rows * seq:
         raise InputError(
@@ -105,7 +108,7 @@ def _cumulative(name: str, lengths: object, rows: int, seq: int) -> Lengths:
             "batch"
         )
     if ends[-1] < rows * seq:
-        # the padding after the last document is one more document in each row, which ends with the row
+        # padding after the last document counts as one more document in each row
         ends += [*range(-(-(ends[-1] + 1) // seq) * seq, rows * seq, seq), rows * seq]
     if crossed := [end for end in range(seq, rows * seq, seq) if end not in ends]:
         raise InputError(

@@ -1,7 +1,8 @@
-"""Declared inputs: how the ranks of a sequence share each input that a model is called with, by name.
+"""Declarations of how the ranks of a sequence share each named model input.
 
-Nothing is guessed from shapes. A batch may contain the names in `INPUTS`, the names of a patched model's library, and
-names that a user declares, as in `inputs={"weights": tokens()}`. Any other tensor is refused.
+Input shapes are never used to guess a declaration. A batch may contain the names in `INPUTS`, names declared by a
+patched model's library, and names that a user declares, as in `inputs={"weights": tokens()}`. Any other tensor is
+refused.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ Divide = Callable[[Any, Mapping[str, Any], Tensor], Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """How ranks share an input: what `tokens`, `row`, `replicated`, `own` and `refused` return."""
+    """Declaration of how ranks share an input, returned by `tokens`, `row`, `replicated`, `own` and `refused`."""
 
     kind: Literal["tokens", "row", "replicated", "own", "layout", "refused"]
-    dim: int = 1  # of the tokens, behind that of rows; else that of rows
-    fill: float | None = None  # None: it stays with its token; else it is shifted with labels
+    dim: int = 1  # dimension of the tokens, right after the rows; 0 for an entry per row
+    fill: float | None = None  # None: entries stay with their tokens; otherwise entries shift with labels
     divide: Divide | None = None
     sentence: str = ""
 
 
 def tokens(dim: int = 1, *, shifted: bool = False, padding: float = 0) -> InputSpec:
-    """Declare an input with an entry for each token; the entry goes where its token goes.
+    """Declare an input with one entry per token, which is sharded like the tokens.
 
     Args:
-        dim: the dim of the tokens, 1 or more; rows are on the dim before it.
-        shifted: whether an entry belongs to a label, such as the weight of its loss. If so, it is moved to the token
-            that predicts the label, like `shift_labels`.
-        padding: the entry of a token that predicts nothing, at the end of a document; read only if `shifted`.
+        dim: Dimension of the tokens, at least 1; the preceding dimension contains the rows.
+        shifted: Whether an entry belongs to a label, such as a loss weight. A shifted entry moves to the token that
+            predicts the label, like `shift_labels`.
+        padding: Entry for the last token of a document, which predicts nothing; read only if `shifted`.
     """
     if type(dim) is not int or dim < 1:
         raise ConfigError(f"tokens needs a dim of 1 or more, behind that of rows; got {dim!r:.80}")
@@ -45,10 +46,10 @@ def tokens(dim: int = 1, *, shifted: bool = False, padding: float = 0) -> InputS
 
 
 def row() -> InputSpec:
-    """Declare an input with an entry for each row, (rows, ...).
+    """Declare an input with one entry per row, of shape (rows, ...).
 
-    It stays as it is, unless rows lie end to end. Then it becomes (1, local tokens, ...): each token gets its row's
-    entry.
+    The input is unchanged unless rows lie end to end. If rows lie end to end, the input's shape becomes (1, local
+    tokens, ...), and each token gets the entry of its row.
     """
     return InputSpec(kind="row", dim=0)
 
@@ -59,21 +60,26 @@ def replicated() -> InputSpec:
 
 
 def own(divide: Divide) -> InputSpec:
-    """Declare an input that a function divides, such as pictures flattened over the batch.
+    """Declare an input that a custom function divides, such as pictures flattened over the batch.
 
     Args:
-        divide: (the input, the whole batch by name, which tokens this rank has) -> this rank's part. The tokens are
-            int64 (all local tokens,) on the CPU, numbered row * tokens + token, in the order of this rank's shard.
+        divide: Function that returns this rank's part of the input, given the input, the whole batch by name, and this
+            rank's tokens. The tokens are an int64 CPU tensor of shape (all local tokens,) with the number `row * tokens
+            + token` of each token, in the order of this rank's shard.
     """
     return InputSpec(kind="own", divide=divide)
 
 
 def refused(sentence: str) -> InputSpec:
-    """Declare an input that is refused. sentence: "needs X; got {}, do Z", with {} for the input's name."""
+    """Declare an input that raises an error.
+
+    Args:
+        sentence: Error message of the form "needs X; got {}, do Z", with {} for the input's name.
+    """
     return InputSpec(kind="refused", sentence=sentence)
 
 
-LAYOUT = InputSpec(kind="layout")  # says where padding and documents lie, and is replaced by what shards have of it
+LAYOUT = InputSpec(kind="layout")  # marks padding and documents; shards get their own version
 INPUTS: Mapping[str, InputSpec] = {
     **dict.fromkeys(("input_ids", "inputs_embeds", "labels", "shift_labels"), tokens()),
     **dict.fromkeys(("attention_mask", "position_ids", *CUMULATIVE, *NUMBERED, *IMPLIED), LAYOUT),
@@ -82,7 +88,7 @@ INPUTS: Mapping[str, InputSpec] = {
 
 
 def joined(*tables: Mapping[str, InputSpec] | None) -> dict[str, InputSpec]:
-    """Return declarations as one table. Raises ConfigError if two of them differ for the same name."""
+    """Merge declarations into one table; raise ConfigError if two declarations of a name differ."""
     table: dict[str, InputSpec] = {}
     for declared in tables:
         if not isinstance(declared, Mapping | None):
@@ -100,6 +106,6 @@ def joined(*tables: Mapping[str, InputSpec] | None) -> dict[str, InputSpec]:
 
 
 def refusal(table: Mapping[str, InputSpec], inputs: Mapping[str, Any]) -> str:
-    """Return the sentence of the first input whose name is refused; "" if there is none."""
+    """Return the error message for the first refused input, or "" if no input is refused."""
     refused = (name for name, x in inputs.items() if x is not None and name in table and table[name].sentence)
     return next((table[name].sentence.format(name) for name in refused), "")

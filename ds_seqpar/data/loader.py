@@ -1,8 +1,8 @@
 """Data loaders that return the same batches on all ranks of a sequence, and different batches to each group.
 
-A loader over the whole data set is divided among groups as accelerate divides one among ranks: group d of D takes the
-batches d, d + D, and so on. For every batch the ranks agree that each has one, so an error on one rank is raised on
-all.
+A loader over the whole data set is divided among groups as accelerate divides loaders among ranks: group d of D reads
+batches d, d + D, and so on. Before each batch, ranks check that every rank has a batch. An error on one rank is
+therefore raised on all ranks.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from .random_states import random_state, set_random_state
 from .sharding import Sharding
 
 CALL = "a loader of sp.loader"
-ORDER, BATCHES = "order of examples", "batches"  # what ranks compare, by name
+ORDER, BATCHES = "order of examples", "batches"  # names of the values that ranks compare
 
 
 class Loader:
-    """This group's batches of a DataLoader, the same on all ranks of the group. See `SequenceParallel.loader`.
+    """This group's batches of a DataLoader, identical on all ranks of the group; see `SequenceParallel.loader`.
 
-    Attributes that it does not have itself (`dataset`, `batch_size`, `num_workers`) are the DataLoader's.
+    Attributes such as `dataset`, `batch_size` and `num_workers` are looked up in the wrapped DataLoader.
 
     Args:
-        sp: the SequenceParallel.
-        loader: a DataLoader of torch, or DeepSpeed's own.
-        read_once: whether only the first rank of a group reads, and sends the batches to the others.
-        groups: number of groups that share the batches; default: all.
+        sp: The SequenceParallel.
+        loader: A torch DataLoader, or DeepSpeed's own data loader.
+        read_once: Whether only the first rank of a group reads batches and sends them to the other ranks.
+        groups: Number of groups that share the batches; all groups by default.
     """
 
     def __init__(self, sp: Sharding, loader: Any, read_once: bool = False, groups: int | None = None) -> None:
         self.sp, self.read_once, self.groups = sp, read_once, groups or sp.data_size
-        self.epoch: int | None = None  # of the last `set_epoch`, for samplers and data sets that shuffle by it
-        self.batches = 0  # how many batches of this epoch were returned
-        self.passes = 0  # how many epochs were read to their ends
-        self._random: list[torch.Tensor] = []  # random states at the start of the epoch, which determine its order
-        self._state: dict[str, Any] | None = None  # of `load_state_dict`, for the next epoch
-        self._order: _Indices | None = None  # of the whole loader
-        self._indices: _Indices | None = None  # of the batches that this group reads
+        self.epoch: int | None = None  # last value passed to `set_epoch`
+        self.batches = 0  # number of batches returned in this epoch
+        self.passes = 0  # number of completed epochs
+        self._random: list[torch.Tensor] = []  # random states at the start of the epoch
+        self._state: dict[str, Any] | None = None  # state to resume from in the next iteration
+        self._order: _Indices | None = None  # batches of the whole loader
+        self._indices: _Indices | None = None  # batches that this group reads
         with together(sp.control_world, "preparing a loader", "loader", call="sp.loader") as agreed:
             self.given = loader
             examples = _length(getattr(loader, "dataset", None))
@@ -68,10 +68,10 @@ class Loader:
     def dealt(self, loader: Any) -> Any:
         """Return a copy of the loader that reads only this group's batches."""
         if not isinstance(loader, DataLoader):
-            if hasattr(loader, "data_sampler"):  # DeepSpeed's own, from initialize
+            if hasattr(loader, "data_sampler"):  # DeepSpeed's own loader from `initialize`
                 return loader
             raise ConfigError(f"sp.loader needs a DataLoader of torch; got {type(loader).__name__}, make one of it")
-        # of the same class and with the same settings, which a DataLoader does not let change
+        # a copy has the same class and settings; DataLoader forbids changing its attributes
         group_loader = copy.copy(loader)
         must_deal = not is_dealt(self.sp, loader) and self.groups > 1
         if isinstance(loader.dataset, IterableDataset):
@@ -98,11 +98,11 @@ class Loader:
             num_processes=self.groups,
             process_index=self.sp.data_rank,
         )
-        shard.epoch = 0  # accelerate reads it even where set_epoch was never called
+        shard.epoch = 0  # accelerate reads `epoch` even if set_epoch was never called
         return shard
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the sampler and of the data set, if they shuffle by epoch."""
+        """Set the epoch of samplers and data sets that shuffle by epoch."""
         self.epoch = epoch
         for source in (*_samplers(self.given), getattr(self.loader, "dataset", None)):
             if hasattr(source, "set_epoch"):
@@ -137,14 +137,14 @@ class Loader:
         self.batches, self.passes = 0, self.passes + 1
 
     def _batches_from(self, state: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Yield the batches that this rank reads, after those that the state has counted."""
+        """Yield the batches that this rank reads, after skipping the batches counted in the state."""
         generators = self._generators()
         if state is None:
             self._random = [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
             yield from self.loader
             return
         self._random, skipped = state["random"], state["batches"]
-        with torch.random.fork_rng(devices=[]):  # a sampler draws its order before its first batch
+        with torch.random.fork_rng(devices=[]):  # samplers draw their order before the first batch
             torch.set_rng_state(self._random[0])
             for generator, generator_state in zip(generators, self._random[1:], strict=True):
                 generator.set_state(generator_state)
@@ -153,18 +153,19 @@ class Loader:
                 skipped = 0
             elif self._indices is not None:
                 self._indices.skip, skipped = skipped, 0
-            batches = (batch for batch in self.loader)  # DeepSpeed's loader begins anew at every `iter`
+            batches = (batch for batch in self.loader)  # DeepSpeed's loader restarts at every `iter`
             first = list(itertools.islice(batches, skipped, skipped + 1))
         yield from itertools.chain(first, batches)
 
     def _generators(self) -> list[torch.Generator]:
-        """Return the generators that may determine an epoch's order, apart from torch's global one."""
+        """Return the generators that may determine an epoch's order, besides torch's global generator."""
         generators = [getattr(source, "generator", None) for source in (self.given, *_samplers(self.given))]
         return list({id(x): x for x in generators if isinstance(x, torch.Generator)}.values())
 
     def _next_batch(self, local_batches: Iterator[Any]) -> tuple[Any, dict[str, Any], SeqParError | None]:
-        """Return (the next batch, pickled if it is sent to other ranks; the value that all ranks compare; the error, if
-        any).
+        """Return the next batch, the values that all ranks compare, and this rank's error if any.
+
+        The batch is pickled if it is sent to other ranks.
         """
         try:
             batch, compared = next(local_batches), {BATCHES: "another", "number": self.batches}
@@ -179,7 +180,7 @@ class Loader:
         return batch, compared, None
 
     def _broadcast_batch(self, batch: Any, compared: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the first rank's batch on all ranks of the group, which also receive its random states."""
+        """Send the first rank's batch and random states to all ranks of the group."""
         generators = self._generators()
         states = random_state(), [generator.get_state() for generator in generators]
         group, message = self.sp.groups.control, [(batch, compared, states)]
@@ -196,7 +197,7 @@ class Loader:
     # ---- continuing an epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in this epoch, for `torch.save`. The state of rank 0 is valid on all ranks."""
+        """Return the position in the current epoch, for `torch.save`. The state from rank 0 is valid on all ranks."""
         if self._state is not None:
             return self._state
         state = {"epoch": self.epoch, "passes": self.passes, "batches": self.batches, "random": self._random}
@@ -206,17 +207,19 @@ class Loader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the epoch of a state, after its last batch, in the next iteration.
+        """Resume a saved epoch after its last batch, when the loader is iterated next.
 
-        With another number of groups or batch size, it resumes after the same number of sequences. So optimizer steps
-        with the same number of sequences see the same sequences. The earlier batches are not read again from a data set
-        with an index, but are from a stream. Random numbers that workers draw for augmentation are not restored.
+        If the number of groups or the batch size has changed, the loader resumes after the same number of sequences.
+        Optimizer steps with an unchanged number of sequences therefore contain the same sequences. Data sets with an
+        index skip earlier batches without reading them, while streams read them again. Random numbers that workers draw
+        for augmentation are not restored.
 
         Args:
-            state: from `state_dict`.
+            state: State from `state_dict`.
 
         Raises:
-            ConfigError: if the state was taken with other groups or batches, and these cannot resume from its position.
+            ConfigError: If the number of groups or the batch size has changed and the loader cannot resume at the saved
+                position.
         """
         state = {"passes": 0, **state, "batches": self._batches_after(state)}
         if state["epoch"] is not None:
@@ -226,7 +229,7 @@ class Loader:
         self._state = state | own if state["batches"] else None
 
     def _batches_after(self, state: Mapping[str, Any]) -> int:
-        """Return the number of this loader's batches before a state."""
+        """Return how many batches of this loader precede the position of a state."""
         own_size = self._batch_size()
         batches, groups, size = state["batches"], state["groups"], state.get("batch_size", own_size)
         together = (own_size or 0) * self.groups
@@ -250,10 +253,10 @@ class Loader:
 
 
 class _Indices:
-    """A batch sampler around another one. Ranks whose samplers draw the same order have the same `fingerprint`."""
+    """Batch sampler that wraps another one. Samplers that draw the same order have the same `fingerprint`."""
 
     def __init__(self, batches: Iterable[Any], compared: int = 0) -> None:
-        # compared: how many batches, from the first on, enter `fingerprint`. skip: how many the next epoch leaves out
+        # compared: number of leading batches in `fingerprint`. skip: number of batches that the next epoch skips
         self.given, self.compared, self.skip = batches, compared, 0
         self.fingerprint = Fingerprint()
         self.batch_size = getattr(batches, "batch_size", None)
@@ -273,8 +276,10 @@ class _Indices:
 
 
 def is_dealt(sp: Sharding, loader: DataLoader) -> bool:
-    """Whether a loader's sampler, or its data set of `datasets`, already divides batches among groups. Raises
-    ConfigError if it divides them among something other than these groups, such as ranks.
+    """Return whether a loader's sampler or data set already divides batches among groups.
+
+    Raises:
+        ConfigError: If batches are already divided in another way, for example among ranks.
     """
     for source in (*_samplers(loader), getattr(loader.dataset, SPLIT, None)):
         count = getattr(source, "num_replicas", getattr(source, "world_size", None))
@@ -291,7 +296,7 @@ def is_dealt(sp: Sharding, loader: DataLoader) -> bool:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Return the samplers that a loader gets its indices from."""
+    """Return the samplers that provide a loader's indices."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = [getattr(loader, name, None) for name in ("sampler", "data_sampler")]
     return [x for x in (*samplers, batch_sampler, getattr(batch_sampler, "sampler", None)) if x is not None]
@@ -305,7 +310,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _accelerate() -> Any:
-    """Return accelerate's module of data loaders. Raises ConfigError if accelerate is not installed."""
+    """Return accelerate's data loader module, or raise ConfigError if accelerate is not installed."""
     try:
         from accelerate import data_loader
     except ModuleNotFoundError as error:
@@ -317,7 +322,7 @@ def _accelerate() -> Any:
 
 
 def _cause(by_rank: Mapping[int, Fields]) -> str:
-    """Return why ranks have different batches, and the remedy; "" if unknown."""
+    """Return why ranks have different batches, with the remedy, or "" if the cause is unknown."""
     names = differing(by_rank)
     if ORDER in names:
         return (

@@ -1,4 +1,4 @@
-"""Pack the documents of a data set with the `binpacking` library, and make batches that mark where documents end."""
+"""Pack documents with the `binpacking` library, and collate packs into batches that mark document boundaries."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ Example = Mapping[str, Any]
 
 
 class Packs(Dataset):
-    """Map-style data set of packs; each is a list of documents with at most `tokens` tokens in total.
+    """Map-style data set of packs, each a list of documents with at most `tokens` tokens in total.
 
-    The documents of each pack are chosen once, by their lengths only, and are the same on every rank.
+    Packs are computed once from document lengths and are the same on every rank.
 
     Args:
-        dataset: Map-style data set of examples with `input_ids`, and optionally `labels`. It is read completely.
+        dataset: Map-style data set of examples with `input_ids` and, optionally, `labels`. All examples are read when
+            packs are computed.
         tokens: Maximum number of tokens in a pack.
 
     Raises:
@@ -67,15 +68,16 @@ class Packs(Dataset):
 class PackingCollator:
     """Collator that concatenates documents into one row without padding.
 
-    `position_ids` restart at each document, which tells every consumer of a batch where documents end: no query sees
-    another document, and no label is predicted from one. Examples without labels use their tokens as labels. An
+    `position_ids` restart from 0 in each document and so mark document boundaries. No query attends to another
+    document, and no label is predicted from another document. Examples without labels use their tokens as labels. An
     `attention_mask` must be all ones.
 
-    Called with examples, or packs of them, it returns `input_ids`, `labels` and `position_ids`, each (1, all tokens).
+    The collator accepts examples or packs of examples, and returns `input_ids`, `labels` and `position_ids`, each of
+    shape (1, all tokens).
 
     Raises:
-        InputError: When called, if there are no documents, a document is empty, its labels do not match its tokens, or
-            it has padding or values that are not a row of numbers, such as pictures.
+        InputError: When called, if there are no documents, a document is empty, a document's labels do not match its
+            tokens, or a document contains padding or values other than a row of numbers, such as pictures.
 
     Examples:
         ```python
@@ -123,7 +125,7 @@ def _ids_of(document: Example) -> Any:
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-    """Return the shape of numbers in a tensor, an array or lists; () for anything else."""
+    """Return the shape of a tensor, an array or nested lists of numbers, or () for anything else."""
     if isinstance(x, list):
         return () if not x or isinstance(x[0], str | Mapping) else (len(x), *_shape(x[0]))
     return tuple(getattr(x, "shape", ()))

@@ -1,4 +1,4 @@
-"""This rank's part of a whole batch, with each input divided as declared."""
+"""Extract this rank's part of a whole batch, with each input divided as declared."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from .value_checks import describe
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Which tokens of a whole batch of rows x seq this rank has."""
+    """Selection of this rank's tokens from a whole batch."""
 
     sp: Sharding
     rows: int
     seq: int
-    segments: Lengths | None  # tokens of each document and stretch of padding; None: each row is one document
-    placement: BatchLayout | None  # None where the configured layout is enough
+    segments: Lengths | None  # tokens of each document and padding stretch; None: each row is one document
+    placement: BatchLayout | None  # None if the configured layout is enough
 
     def of(self, table: Mapping[str, InputSpec], batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a batch, without the inputs that locate documents. It does not communicate.
+        """Return this rank's part of a batch, without the inputs that only mark documents and padding.
+
+        No communication takes place.
 
         Raises:
-            InputError: for an input that is refused, undeclared, or not a tensor of its declared kind.
+            InputError: If an input is refused, undeclared, or not a tensor of its declared kind.
         """
         if wrong := refusal(table, batch):
             raise InputError(wrong)
@@ -58,8 +60,12 @@ class Part:
         return self.sp.shard(x if spec.fill is None else self.shifted(x, dim, spec.fill), dim, self.placement)
 
     def shifted(self, x: Tensor, dim: int, fill: float) -> Tensor:
-        """Return (..., rows, seq, ...), each entry moved to the previous token. fill: the entry of a document's last
-        token. dim: the tokens' dim.
+        """Return a tensor with each entry moved to the previous token.
+
+        Args:
+            x: Tensor of shape (..., rows, seq, ...).
+            dim: Dimension of the tokens.
+            fill: Entry for the last token of each document.
         """
 
         def ends() -> Tensor:
@@ -78,7 +84,7 @@ class Part:
 
 
 def _undeclared(name: str, x: Any) -> InputSpec:
-    """Return the default declaration of an undeclared input. Only numbers and objects may be undeclared."""
+    """Return the default declaration for an undeclared input, which may hold no tensors except 0-dim ones."""
     if all(not isinstance(leaf, Tensor) or not leaf.dim() for leaf in tree_leaves(x)):
         return replicated()
     raise InputError(

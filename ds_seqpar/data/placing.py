@@ -1,4 +1,4 @@
-"""The placement of a micro-batch's documents: each is whole on one rank, or shared by several."""
+"""Placement of a micro-batch's documents, each whole on one rank or split across several ranks."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from .balance import shards_of
 
 
 class Apart(UnevenShards):
-    """Shards of a pack in which every document is whole on one rank. A rank's loss of the pack is its own part."""
+    """Shards of a pack in which every document is whole on one rank.
+
+    Each rank computes the loss of its own documents only.
+    """
 
 
 class Part(NamedTuple):
     """Tokens of one document on one rank."""
 
-    document: int  # its number in the pack
-    start: int  # of the first token, from the document's first one
+    document: int  # number of the document in the pack
+    start: int  # offset of the first token in the document
     step: int
     tokens: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pack:
-    """A group's micro-batch: documents laid end to end.
+    """Micro-batch of one group: documents laid end to end.
 
     Args:
-        documents: Their lengths in tokens.
-        shards: The tokens of each CP rank.
+        documents: Length of each document in tokens.
+        shards: Tokens of each CP rank.
         ulysses: Number of ranks that share the heads of a CP rank.
     """
 
@@ -44,7 +47,7 @@ class Pack:
 
     @classmethod
     def shared(cls, documents: tuple[int, ...], layout: str, size: int, ulysses: int) -> Pack:
-        """Return a pack whose documents all ranks share, divided by a layout."""
+        """Return a pack whose documents are divided among all ranks by a layout."""
         return cls(documents, shards_of(layout, documents, size // ulysses), ulysses)
 
     @classmethod
@@ -57,7 +60,7 @@ class Pack:
 
     @functools.cached_property
     def parts(self) -> list[list[Part]]:
-        """The parts that each CP rank holds, in order of position."""
+        """Parts of documents on each CP rank, in order of position."""
         return [self._parts(rank) for rank in range(self.shards.size)]
 
     def _parts(self, rank: int) -> list[Part]:
@@ -72,6 +75,6 @@ class Pack:
 
     @functools.cached_property
     def cut(self) -> set[int]:
-        """The numbers of the documents that several CP ranks hold."""
+        """Numbers of the documents that are split across CP ranks."""
         holders = Counter(document for parts in self.parts for document in {part.document for part in parts})
         return {document for document, ranks in holders.items() if ranks > 1}

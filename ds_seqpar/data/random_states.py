@@ -1,8 +1,9 @@
-"""The random state of a rank: Python's, NumPy's, torch's and its GPU's. The random numbers of a rank's own tokens.
+"""Random states of a rank in Python, NumPy, torch and its GPU, and random numbers for the rank's own tokens.
 
-torch's default generators are the shared stream: the ranks of a sequence draw the same numbers for whole tensors. While
-a rank computes its own tokens, the default generators have the state of the rank's own stream, which is derived from
-the shared state and the rank. So `torch.manual_seed` sets both streams, and saving the shared state saves both.
+The default generators of torch are the shared stream, from which all ranks of a sequence draw the same numbers for
+whole tensors. While a rank computes its own tokens, the default generators use the rank's own stream, which is seeded
+from the shared state and the rank. `torch.manual_seed` therefore sets both streams, and saving the shared state saves
+both streams.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from ..base.fingerprint import Fingerprint
 
 
 def random_state() -> tuple:
-    """Return the state of this rank's random generators."""
+    """Return the states of this rank's random generators."""
     on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
 
 
 def set_random_state(state: tuple) -> None:
-    """Set the state of this rank's random generators to one that `random_state` returned."""
+    """Restore random states that `random_state` returned."""
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
@@ -35,7 +36,7 @@ def set_random_state(state: tuple) -> None:
 
 @contextlib.contextmanager
 def unchanged() -> Iterator[None]:
-    """Restore the random state at the end of a context."""
+    """Restore the random states when the context ends."""
     state = random_state()
     try:
         yield
@@ -44,7 +45,7 @@ def unchanged() -> Iterator[None]:
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """Return torch's default generators of the CPU and of a device."""
+    """Return torch's default generators for the CPU and a device."""
     if device.type == "cpu":
         return [torch.default_generator]
     module = torch.get_device_module(device)
@@ -53,21 +54,21 @@ def generators(device: torch.device) -> list[torch.Generator]:
 
 
 def torch_states(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's default generators of the CPU and of a device."""
+    """Return the states of torch's default generators for the CPU and a device."""
     return [generator.get_state() for generator in generators(device)]
 
 
 def seed_of(states: list[Tensor], *ranks: int) -> int:
-    """Return a seed made from random states, different on each rank."""
+    """Return a seed that is derived from random states and differs between ranks."""
     return Fingerprint.of(*(state.numpy().tobytes() for state in states), *ranks)
 
 
 class OwnStream:
-    """Makes torch draw from this rank's own stream until `end`.
+    """Switch torch to this rank's own random stream until `end` is called.
 
     Args:
-        device: The rank's device.
-        ranks: Numbers that distinguish the rank from others.
+        device: Device of the rank.
+        ranks: Numbers that identify the rank.
     """
 
     def __init__(self, device: torch.device, *ranks: int) -> None:
@@ -77,15 +78,15 @@ class OwnStream:
         self.first = torch_states(device)
 
     def end(self) -> list[Tensor]:
-        """Return to the shared stream.
+        """Switch back to the shared stream.
 
         Returns:
-            Its state: unchanged, or the next one if numbers were drawn from the own stream.
+            State of the shared stream, advanced if numbers were drawn from the rank's own stream.
         """
-        # as bytes: torch compares no values while it makes fake tensors
+        # compare bytes, since torch cannot compare values of fake tensors
         first, last = ([bytes(state.numpy()) for state in states] for states in (self.first, torch_states(self.device)))
         for generator, state in zip(generators(self.device), self.shared, strict=True):
             generator.set_state(state)
-        if first != last:  # the next own stream must be another one
+        if first != last:  # the next stream must differ from this one
             torch.empty((), device="cpu").uniform_()
         return torch_states(self.device)

@@ -16,12 +16,12 @@ HOW = "give the model what sp.shard_batches returns, its placement included, or 
 
 
 def check_tokens(sp: Sharding, tokens: Tensor, layout: object) -> None:
-    """Raise InputError if a rank's tokens are not those that a layout assigns to it.
+    """Raise InputError if a rank's tokens do not match its shard of the layout.
 
     Args:
-        sp: the SequenceParallel.
-        tokens: (rows, local tokens, ...).
-        layout: the batch's BatchLayout; None: sequences are shared equally.
+        sp: The SequenceParallel.
+        tokens: Tensor (rows, local tokens, ...).
+        layout: The batch's `BatchLayout`; None if ranks share sequences equally.
     """
     if error := _equal_shards_error(sp, tokens) if layout is None else _placement_error(sp, tokens, layout):
         raise error
@@ -34,12 +34,12 @@ def check_shard(
     """Raise InputError unless a rank received the positions of its tokens and no mask.
 
     Args:
-        sp: the SequenceParallel.
-        tokens: (rows, local tokens, ...).
-        positions: position_ids.
-        mask: attention_mask.
-        layout: as for `check_tokens`.
-        checks: reads wrong values, or keeps them to be read later.
+        sp: The SequenceParallel.
+        tokens: Tensor (rows, local tokens, ...).
+        positions: Value of position_ids.
+        mask: Value of attention_mask.
+        layout: The batch's `BatchLayout`; None if ranks share sequences equally.
+        checks: Collector that checks values immediately or later.
     """
     if positions is None or not _are_for(positions, tokens):
         raise InputError(_wrong_positions(layout, "none" if positions is None else "those of other tokens"))
@@ -55,7 +55,7 @@ def _judge(sentence: str, wrong: list[int]) -> InputError | None:
 
 
 def _is_wrong_mask(sp: Sharding, mask: Tensor, layout: BatchLayout | None) -> Tensor:
-    """Return whether a sharded batch's mask is not all ones or, if masks are kept, does more than mark padding."""
+    """Return whether the mask of a sharded batch is not all ones or, if masks are kept, marks more than padding."""
     if not sp.keeps_masks:
         return (mask != 1).any()
     wrong = ((mask != 0) & (mask != 1)).any()
@@ -109,6 +109,6 @@ def _wrong_positions(layout: BatchLayout | None, got: str = "those of other toke
 
 
 def _are_for(positions: Tensor, tokens: Tensor) -> bool:
-    """Return whether the shape of the positions fits the tokens."""
+    """Return whether positions have a shape that matches the tokens."""
     batch, seq = tokens.shape[:2]
     return positions.dim() > 0 and positions.shape in ((seq,), (1, seq), (batch, seq))

@@ -1,6 +1,6 @@
-"""Shard tensors to one rank's tokens, gather them in global order, and average losses over ranks.
+"""Shard tensors to one rank's tokens, gather tensors in global order, and average losses over ranks.
 
-The configured layout or a BatchLayout determines which rank has which tokens.
+The configured layout or a `BatchLayout` assigns tokens to ranks.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from .batch_layout import EQUAL, BatchLayout, Placement, positions_held
 from .inputs import INPUTS, InputSpec, joined
 from .unused_sharding import UnusedSharding
 
-Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
+Vocabulary = tuple[int, int]  # (number of token ids that a model embeds, number of classes of its head)
 
 
 class Sharding:
-    """Which tokens of a sequence this rank has, and methods to move tensors between global order and these tokens.
+    """Assignment of a sequence's tokens to this rank, with methods that shard and gather tensors.
 
     Args:
-        config: The settings, resolved.
-        topology: All ranks of the job as named axes.
-        comm: Has this rank's process groups.
-        calls: Counts the calls of attention, and of layers with a state.
-        checker: Compares the calls of the ranks of a sequence.
+        config: The resolved settings.
+        topology: Named axes over all ranks of the job.
+        comm: Transport with this rank's process groups.
+        calls: Counter of calls to attention and stateful layers.
+        checker: Checker that compares calls across the ranks of a sequence.
 
     Attributes:
         size: Number of ranks that share a sequence.
-        rank: This rank's number among them.
-        data_size: Number of such groups.
-        data_rank: The number of this rank's group.
-        layout_tensors: Tensors that depend only on a batch's layout, on the devices that need them.
-        unused: Detects a model that does not use the sharded tensors.
+        rank: Index of this rank among the ranks of its sequence.
+        data_size: Number of groups of ranks that share a sequence.
+        data_rank: Index of this rank's group.
+        layout_tensors: Cache, per device, of tensors that depend only on a batch's layout.
+        unused: Detector of models that do not use the sharded tensors.
         mask_users: Patched models whose loss counts tokens by an attention_mask.
-        vocabularies: Patched model -> a function that returns its numbers of tokens and labels.
-        inputs: Patched model -> how ranks share its inputs.
-        ulysses_sizes: The Ulysses sizes that a batch may have.
-        shards_of: Lengths of a pack's documents -> its own shards, which may be of another Ulysses size.
+        vocabularies: Map from each patched model to a function that returns its numbers of tokens and labels.
+        inputs: Map from each patched model to the declarations of its inputs.
+        ulysses_sizes: Ulysses sizes that a batch may have.
+        shards_of: Map from a pack's document lengths to the pack's own shards, which may have another Ulysses size.
     """
 
     def __init__(
@@ -89,45 +89,47 @@ class Sharding:
 
     @property
     def control_world(self) -> dist.ProcessGroup:
-        """The process group of all ranks that carries CPU tensors."""
+        """Process group of all ranks for CPU tensors."""
         return self.groups.world
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """The largest vocabularies (tokens, labels) of the currently patched models; None if there are none."""
+        """Largest vocabularies (tokens, labels) of the patched models; None if no model is patched."""
         sizes = [read(model) for model, read in self.vocabularies.items()]
         return (max(tokens for tokens, _ in sizes), max(labels for _, labels in sizes)) if sizes else None
 
     def inputs_with(self, declared: Mapping[str, InputSpec] | None = None) -> dict[str, InputSpec]:
-        """Return how ranks share the inputs of a batch, from the declarations of all patched models and of a call.
-        Raises ConfigError if two declarations of a name differ.
+        """Merge the input declarations of all patched models and of one call.
+
+        Raises:
+            ConfigError: If two declarations of a name differ.
         """
         return joined(INPUTS, *self.inputs.values(), declared)
 
     @property
     def multiple(self) -> int:
-        """The number that must divide a sequence's length for all ranks to have the same number of tokens."""
+        """Number that must divide a sequence length for all ranks to have the same number of tokens."""
         return multiple(self.config.layout, self.size, self.config.ulysses)
 
     def place(
         self, seq: int, documents: tuple[int, ...] | None = None, *, causal: bool = True, parents: tuple[int, ...] = ()
     ) -> BatchLayout | None:
-        """Return how a sequence is sharded if the configured layout alone does not determine it. The same on every
-        rank.
+        """Return the layout of a sequence if the configured layout alone does not determine the sharding.
+
+        All ranks compute the same layout.
 
         Args:
-            seq: tokens of the sequence.
-            documents: lengths, in tokens, of the documents laid end to end in the sequence; None: one document.
-            causal: whether attention is causal.
-            parents: the number of each document's parent, as for `Mask`.
+            seq: Number of tokens in the sequence.
+            documents: Length in tokens of each document laid end to end in the sequence; None for a single document.
+            causal: Whether attention is causal.
+            parents: Number of each document's parent, as in `Mask`.
 
         Returns:
-            The layout of the sequence. None if the configured layout is enough: no documents, and a `seq` that
-            `multiple` divides.
+            The layout of the sequence, or None if there are no documents and `multiple` divides `seq`.
 
         Raises:
-            InputError: if `seq` is not a positive whole number, `documents` do not add up to it, or `Mask` refuses the
-                parents.
+            InputError: If `seq` is not a positive whole number, `documents` do not add up to `seq`, or `Mask` refuses
+                the parents.
         """
         count = whole_number(seq)
         if count is None or count < 1:
@@ -140,7 +142,7 @@ class Sharding:
         mask = Mask(causal=causal, documents=starts, parents=parents)
         if sum(lengths) != count:
             raise InputError(f"documents must have all {count} tokens of the sequence; got {sum(lengths)}")
-        from .balance import shards_of  # of lengths that ranks cannot share equally
+        from .balance import shards_of  # for lengths that ranks cannot share equally
 
         if shards is None:
             shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses, mask.parents)
@@ -154,12 +156,12 @@ class Sharding:
         """Return the positions of this rank's tokens in a sequence.
 
         Args:
-            seq: tokens of the sequence; ignored with a placement.
-            placement: the batch's placement, as `shard_batches` returned it.
+            seq: Number of tokens in the sequence; ignored if a placement is passed.
+            placement: Placement of the batch, as returned by `shard_batches`.
 
         Returns:
-            int64 (local tokens,), on the CPU: global positions, or with a placement positions within documents. If
-            `size` does not divide seq, ranks have different numbers of tokens.
+            int64 CPU tensor of shape (local tokens,): global positions, or positions within documents if a placement is
+            passed. Ranks have different numbers of tokens if `size` does not divide `seq`.
         """
         self.unused.read()
         return self._position_ids(seq, layout_of(placement))
@@ -171,13 +173,13 @@ class Sharding:
         return positions.clone()  # the caller must not change the cached tensor
 
     def local_positions(self, layout: int | BatchLayout, device: torch.device | str) -> Tensor:
-        """Return the position_ids that belong to this rank's tokens, int64 (local tokens,), on a device.
+        """Return the position_ids of this rank's tokens on a device, int64, shape (local tokens,).
 
-        The host does not wait. Do not write to the tensor: a later call returns the same one.
+        The host does not wait for the device. The returned tensor is cached and must not be modified.
 
         Args:
-            layout: number of tokens of a sequence that is sharded as configured, or the batch's BatchLayout.
-            device: where they are needed.
+            layout: Number of tokens in a sequence that is sharded as configured, or the batch's `BatchLayout`.
+            device: Device of the returned tensor.
         """
         return self.layout_tensors.get(
             ("position_ids", layout),
@@ -186,18 +188,21 @@ class Sharding:
         )
 
     def shard(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
-        """Return this rank's tokens of a tensor of the whole sequence. It does not communicate.
+        """Return this rank's tokens of a tensor that covers the whole sequence.
+
+        No communication takes place.
 
         Args:
-            x: (..., seq, ...), in global order; (..., rows, seq, ...) with a placement whose rows lie end to end.
-            dim: the dim of the tokens; rows that lie end to end are on dim - 1.
-            placement: the batch's placement, if `shard_batches` returned one.
+            x: Tensor (..., seq, ...) in global order, or (..., rows, seq, ...) with a placement whose rows lie end to
+                end.
+            dim: Dimension of the tokens; the preceding dimension contains rows that lie end to end.
+            placement: Placement of the batch, if `shard_batches` returned one.
 
         Returns:
-            (..., local tokens, ...); for rows that lie end to end, (..., 1, local tokens, ...).
+            Tensor (..., local tokens, ...), or (..., 1, local tokens, ...) for rows that lie end to end.
 
         Raises:
-            InputError: if x does not have this dim or the tokens of the placement.
+            InputError: If `x` lacks the dimension or the tokens of the placement.
         """
         dim, layout = _as_int(dim), layout_of(placement)
         if not _has_dim(x, dim):
@@ -211,22 +216,22 @@ class Sharding:
         return x[None].index_select(dim % x.dim() + 1, self._held_here(seq, layout, x.device))[0]
 
     def gather(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
-        """Return the whole tensor, in global order, on every rank: the inverse of `shard`.
+        """Return the whole tensor in global order on every rank, as the inverse of `shard`.
 
-        Collective over the ranks that share the sequence.
+        All ranks that share the sequence must call this function.
 
         Args:
-            x: (..., local tokens, ...), this rank's tokens; (..., 1, local tokens, ...) for rows that lie end to end.
-            dim: the dim of the tokens.
-            placement: the batch's placement, if it has one. A tensor does not show that the placement was left out.
+            x: This rank's tokens (..., local tokens, ...), or (..., 1, local tokens, ...) for rows that lie end to end.
+            dim: Dimension of the tokens.
+            placement: Placement of the batch, if any. A missing placement cannot be detected from the tensor.
 
         Returns:
-            (..., seq, ...); for rows that lie end to end, (..., rows, seq, ...).
+            Tensor (..., seq, ...), or (..., rows, seq, ...) for rows that lie end to end.
 
         Raises:
-            InputError: if x does not have this rank's tokens, or requires grad. Only the caller knows whether the
-                gradients that ranks send are terms to be summed or copies of one another.
-            DisagreementError: on all ranks, if they pass different dims, shapes, dtypes, devices or placements.
+            InputError: If `x` does not have this rank's tokens, or requires grad. Gradients are refused because
+                `gather` cannot tell whether the ranks' gradients must be summed or are copies of each other.
+            DisagreementError: On all ranks, if ranks pass different dims, shapes, dtypes, devices or placements.
         """
         dim, layout = _as_int(dim), layout_of(placement)
         compared: dict[str, object] = {"dim": dim}
@@ -261,32 +266,31 @@ class Sharding:
         return whole
 
     def held(self, seq: int, placement: BatchLayout | None, rank: int) -> Tensor:
-        """Return the positions of an SP rank's tokens in a sequence of `seq` or in a placement, int64, on the CPU."""
+        """Return the positions of an SP rank's tokens, for a length or a placement, as an int64 CPU tensor."""
         ulysses = self.ulysses(placement)
         shards = placement.shards if placement else EvenShards(self.config.layout, seq, self.size // ulysses)
         return positions_held(shards, ulysses, rank)
 
     def _held_here(self, seq: int, placement: BatchLayout | None, device: torch.device | str) -> Tensor:
-        """Return the positions of this rank's tokens, on a device."""
         key = "held", seq if placement is None else placement
         return self.layout_tensors.get(key, device, lambda: self.held(seq, placement or self.place(seq), self.rank))
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the ranks that share the sequence.
+        """Return the sum of a tensor over the ranks that share the sequence.
 
-        For a loss that each of these ranks needs whole and that is not linear in tokens. The gradient that reaches this
-        rank's x is `size` times the loss's gradient. This is right if gradients are averaged over ranks, as in ZeRO and
-        DDP. Backward communicates nothing. Collective over the ranks that share the sequence.
+        Use the sum for a loss that every rank needs in full and that is not linear in tokens. The gradient of this
+        rank's `x` is `size` times the gradient of the loss, which is correct if gradients are averaged over ranks, as
+        in ZeRO and DDP. Backward does not communicate. All ranks that share the sequence must call this function.
 
         Args:
-            x: of any shape, the same on all ranks.
+            x: Tensor of any shape, with the same shape on all ranks.
 
         Returns:
-            The sum, of x's shape and dtype.
+            The sum, with the shape and dtype of `x`.
 
         Raises:
-            InputError: for a dtype that cannot be summed across processes.
-            DisagreementError: on all ranks, if shapes, dtypes or devices differ.
+            InputError: If the dtype cannot be summed across processes.
+            DisagreementError: On all ranks, if shapes, dtypes or devices differ.
         """
         error = _tensor_error("sum_over_ranks", x) or _sum_error(x)
         compared = {} if error else {"shape": tuple(x.shape), **_dtype_and_device(x)}
@@ -299,7 +303,7 @@ class Sharding:
         return WithValue.apply(x, total, self.size)
 
     def group_for(self, x: Tensor) -> dist.ProcessGroup | None:
-        """The group of the sequence's ranks that carries tensors of x's device; None if this rank is alone."""
+        """Return the process group of the sequence's ranks for tensors on x's device, or None for a single rank."""
         return self.groups.control if x.device.type == "cpu" else self.groups.sp
 
     def _gather_error(
@@ -319,7 +323,7 @@ class Sharding:
                 "gather x.detach() or call it under torch.no_grad()"
             )
         if placement is None and seq is None:
-            return None  # all ranks' tokens are not known yet
+            return None  # the token counts of other ranks are still unknown
         expected = len(self._held_here(seq or 0, placement, "cpu"))
         if x.shape[dim] != expected:
             return InputError(
@@ -335,20 +339,20 @@ class Sharding:
 
 
 def layout_of(placement: Any) -> Any:
-    """Return the BatchLayout in a batch's "placement"; None for EQUAL."""
+    """Return the `BatchLayout` from a batch's "placement", or None for `EQUAL`."""
     return None if placement is EQUAL else placement
 
 
 class WholeOrder(NamedTuple):
-    """How the tokens of all ranks' shards lie in the whole tensor."""
+    """Index that assembles a whole tensor from the shards of all ranks."""
 
-    places: Tensor  # for each token of the whole, its place in the shards end to end, padded to one length; int64
+    places: Tensor  # int64: index of each token in the concatenated shards, each padded to the longest
     ranks: int
-    longest: int  # tokens of the longest shard
+    longest: int  # number of tokens in the longest shard
 
 
 def order_of(positions: Sequence[Tensor]) -> WholeOrder:
-    """Return the order in which shards form the whole. positions: of each rank's tokens."""
+    """Return the order in which shards form the whole tensor, given the positions of each rank's tokens."""
     longest = max(map(len, positions))
     places = torch.empty(sum(map(len, positions)), dtype=torch.int64, device="cpu")
     for rank, held in enumerate(positions):
@@ -357,13 +361,15 @@ def order_of(positions: Sequence[Tensor]) -> WholeOrder:
 
 
 def assembled(local: Tensor, order: WholeOrder, group: dist.ProcessGroup | None, call: str) -> Tensor:
-    """Return the whole tensor (seq, ...) from all ranks' shards. Collective over the group.
+    """Assemble the whole tensor (seq, ...) from the shards of all ranks.
+
+    All ranks of the group must call this function.
 
     Args:
-        local: (local tokens, ...), this rank's shard.
-        order: order of the ranks' shards, on local's device.
-        group: the ranks that have shards; None for this rank alone.
-        call: the user's call, for errors.
+        local: This rank's shard (local tokens, ...).
+        order: Order of the ranks' shards, on the device of `local`.
+        group: Ranks that have shards; None for a single rank.
+        call: Name of the user's call in errors.
     """
     dtype = local.dtype
     local = _viewed(local.resolve_conj().resolve_neg(), CARRIERS[dtype.itemsize])
@@ -378,18 +384,17 @@ def assembled(local: Tensor, order: WholeOrder, group: dist.ProcessGroup | None,
     return _viewed(shards.flatten(0, 1).index_select(0, order.places), dtype)
 
 
-# bytes of an element -> the dtype as which it is moved: transports and torch's indexing do not know every dtype
+# dtype for moving elements of each byte size, since transports and torch's indexing do not support every dtype
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-SUMMED_INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)  # that every transport adds up
+SUMMED_INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)  # dtypes that every transport can sum
 
 
 def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the same bits as elements of another dtype of the same size."""
+    """Reinterpret a tensor's bits as another dtype of the same size."""
     return x.flatten().view(dtype).view(x.shape)
 
 
 def _as_int(x: Any) -> Any:
-    """Return a NumPy or torch integer as an int, and anything else as it is."""
     number = whole_number(x)
     return x if number is None else number
 
@@ -403,7 +408,7 @@ def _dtype_and_device(x: Tensor) -> dict[str, object]:
 
 
 def _tensor_error(call: str, x: object) -> InputError | None:
-    """Return the error for a value without elements that can be sent; None for a tensor with such elements."""
+    """Return the error for a value whose elements cannot be sent, or None for a valid tensor."""
     got = operator.unreadable(x) or ("" if isinstance(x, Tensor) else type(x).__name__)
     if isinstance(x, Tensor) and not got:
         got = "a quantized one" if x.is_quantized else "one on the meta device" if x.is_meta else ""
@@ -417,9 +422,10 @@ def _sum_error(x: Tensor) -> InputError | None:
 
 
 class WithValue(Function):
-    """(x, value, factor) -> value; the gradient of x is that of `value` times the factor.
+    """Replace the value of `x` by `value`, and scale the gradient of `x` by a factor.
 
-    For numbers that other ranks contribute to. x + (value - x.detach()) would be NaN where x is infinite.
+    The new value contains contributions of other ranks. The formula `x + (value - x.detach())` would return NaN if `x`
+    is infinite.
     """
 
     @staticmethod
@@ -433,7 +439,7 @@ class WithValue(Function):
 
 
 def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
-    """Raise InputError unless a tensor has all tokens of the placement, in its rows."""
+    """Raise InputError unless a tensor has all rows and tokens of the placement."""
     expected: tuple[int, ...] = (placement.tokens,)
     if placement.rows is not None:
         expected = placement.rows, placement.tokens // placement.rows
@@ -449,20 +455,21 @@ def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
 
 
 def mean_of(groups: Groups, losses: object, error: SeqParError | None = None) -> tuple[float, Tensor]:
-    """Return the mean of all ranks' losses, and the mean of this rank's losses with its graph. Collective over the
-    world.
+    """Return the mean loss over all ranks, and the mean of this rank's losses with its graph.
+
+    Every rank of the job must call this function.
 
     Args:
-        groups: this rank's groups.
-        losses: a floating point tensor of one element, or an iterable of one per micro-batch.
-        error: this rank's error, which all ranks then raise.
+        groups: This rank's groups.
+        losses: A floating-point tensor of one element, or an iterable with one such tensor per micro-batch.
+        error: Error of this rank, if any. An error on one rank makes all ranks raise an error.
 
     Returns:
-        (the mean over all ranks, computed in fp64; the mean of this rank's losses, 0-dim, in their dtype).
+        The mean over all ranks, computed in fp64, and the mean of this rank's losses as a 0-dim tensor in their dtype.
 
     Raises:
-        InputError: on a rank that received anything else.
-        DisagreementError: on all other ranks, and on all if the numbers of losses differ.
+        InputError: On a rank that received anything else.
+        DisagreementError: On all other ranks, or on all ranks if the numbers of losses differ.
     """
     peers = groups.control
     with together(groups.world, "averaging losses", "losses", error=error, peers=peers, call="mean_loss") as agreed:

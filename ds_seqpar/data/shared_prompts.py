@@ -1,4 +1,4 @@
-"""Merge rows that share a prompt, such as several completions, into one row that has the prompt once."""
+"""Merge rows that share a prompt, such as several completions, into one row that contains the prompt once."""
 
 from __future__ import annotations
 
@@ -16,44 +16,47 @@ from .documents import Lengths
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SharedPrompts:
-    """Rows of a batch laid end to end, each without its prompt if an earlier row has it.
+    """Rows of a batch laid end to end, with each shared prompt stored once.
 
-    A row's prompt is everything before its first label that counts, except the last of these tokens. That token
-    predicts the label, which differs between rows, so each row keeps it. Tokens that no label needs are left out:
-    padding, the tokens from the last label on, and rows without labels.
+    The prompt of a row ends before the token that predicts the row's first non-ignored label. The predicting token
+    stays in every row, because the predicted label differs between rows. Padding, tokens from the last label on, and
+    rows without labels are dropped because no label needs them.
     """
 
     shape: tuple[int, int]  # (rows, tokens) of the batch
-    tokens: Tensor  # int64 (tokens here,): for each of them its row * tokens + token in the batch
-    own: Tensor  # int64: the places here of tokens that one row alone has; only they predict labels that count
-    offsets: Tensor | None  # int64 (tokens here,): positions in the batch's row, less those here; None: all are 0
-    weights: Tensor  # int64 (tokens here,): how many rows have each token
+    tokens: Tensor  # int64 (merged tokens,): index row * tokens + token of each merged token in the batch
+    own: Tensor  # int64: indices of merged tokens of a single row; only such tokens predict non-ignored labels
+    offsets: Tensor | None  # int64 (merged tokens,): position in the batch's row minus merged position; None: all are 0
+    weights: Tensor  # int64 (merged tokens,): number of rows that contain each token
     documents: Lengths
     parents: tuple[int, ...]
 
     def to(self, device: torch.device) -> SharedPrompts:
-        """Return them with the tensors that `joined` and `by_row` read on a device."""
+        """Return a copy with `tokens` and `own` on a device."""
         return dataclasses.replace(self, tokens=self.tokens.to(device), own=self.own.to(device))
 
     def joined(self, x: Tensor) -> Tensor:
-        """Return (1, tokens here, ...) of a tensor (rows, tokens, ...) of the batch."""
+        """Return the merged tokens (1, merged tokens, ...) of a batch's tensor (rows, tokens, ...)."""
         return x.flatten(0, 1).index_select(0, self.tokens.to(x.device))[None]
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Return (rows, tokens, ...) of a tensor (1, tokens here, ...), 0 where no label that counts is predicted."""
+        """Scatter a tensor (1, merged tokens, ...) to (rows, tokens, ...).
+
+        Only the tokens in `own` are copied; all other entries are 0.
+        """
         places, own = self.tokens[self.own].to(x.device), self.own.to(x.device)
         rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
         return rows.index_copy(0, places, x[0].index_select(0, own)).unflatten(0, self.shape)
 
 
 class Piece(NamedTuple):
-    """A document of the rows after repeated prompts are removed."""
+    """Document of the batch after repeated prompts are removed."""
 
-    row: int  # whose tokens it has
-    begin: int  # its first token there, and one more than its last
+    row: int  # row of the batch that provides the tokens
+    begin: int  # first token in the row
     end: int
-    rows: int  # how many rows have it
-    parent: int  # the number of the piece before it in each of these rows, or -1
+    rows: int  # number of rows that contain the piece
+    parent: int  # number of the piece before it in these rows, or -1
 
     @property
     def length(self) -> int:
@@ -66,15 +69,15 @@ def shared_prompts(
     """Find the prompts that rows share.
 
     Args:
-        ids: The batch's token ids, int64 (rows, tokens), on the CPU.
-        mask: bool (rows, tokens), False for padding before and after a row's tokens; None: nothing is padding.
-        labels: int64 (rows, tokens), -100 where they do not count; not shifted.
-        least: The least share of the rows' tokens, without padding, that must be saved.
-        keep_all: Whether to keep tokens that no label needs, for a loss that counts tokens; padding is never kept.
+        ids: Token ids of the batch, int64 (rows, tokens), on the CPU.
+        mask: bool (rows, tokens), False for padding before and after a row's tokens; None if nothing is padded.
+        labels: Unshifted labels, int64 (rows, tokens), -100 for tokens that do not count.
+        least: Minimum fraction of the rows' unpadded tokens that must be saved.
+        keep_all: Whether to keep tokens that no label needs, for a loss that counts tokens; padding is always dropped.
 
     Returns:
-        The rows without repeated prompts. None if less than `least` is saved, if no rows share a prompt, or if a row's
-        first token has a label that counts, which only padding could predict.
+        The rows without repeated prompts. None if no rows share a prompt, less than `least` is saved, or a non-ignored
+        label on a row's first token could only be predicted from padding.
     """
     rows, columns = ids.shape
     counts, begins, lengths = labels != IGNORE, [0] * rows, [columns] * rows
@@ -82,11 +85,11 @@ def shared_prompts(
         begins, lengths = mask.int().argmax(1).tolist(), mask.sum(1).tolist()
         if bool((counts & ~mask).any()):
             return None
-    counts = F.pad(counts[:, 1:], (1, 0), value=False)  # nothing predicts a row's first label
+    counts = F.pad(counts[:, 1:], (1, 0), value=False)  # no token predicts a row's first label
     labeled = counts.any(1).tolist()
     first = counts.int().argmax(1).tolist()
     last = (columns - 1 - counts.flip(1).int().argmax(1)).tolist()
-    # a prompt -> its rows; the same tokens elsewhere in a row are another prompt, whose positions may differ
+    # rows of each prompt; the same tokens at other positions of a row are a different prompt
     by_prompt: dict[object, list[int]] = {}
     for row in range(rows):
         prompt: object = row
@@ -103,7 +106,7 @@ def shared_prompts(
 
 
 def _pieces(by_prompt: Iterable[list[int]], begins: list[int], first: list[int], ends: list[int]) -> list[Piece]:
-    """Return the documents of rows by prompt, and each row's begin, first label that counts, and end."""
+    """Return the documents of rows grouped by prompt, given the start, first non-ignored label and end of each row."""
     pieces: list[Piece] = []
     for members in by_prompt:
         head, parent = members[0], -1

@@ -1,7 +1,7 @@
-"""Detect a model that ignores sequence parallelism: it never calls attention, or never reads `position_ids`.
+"""Detect models that ignore sequence parallelism by never calling its attention or never reading `position_ids`.
 
-A loop without the patch still trains, with a plausible loss: each rank attends only to its own tokens. The same holds
-for a custom model that numbers a rank's tokens from 0.
+An unpatched model still trains with a plausible loss, although each rank attends only to its own tokens. A custom model
+that numbers a rank's tokens from 0 also trains with a plausible but wrong loss.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ..base import compat
 from ..base.errors import ConfigError
 from ..guards.backward_order import Calls
 
-# operators after which the positions have still to be read
+# operators that copy positions without reading them
 COPIES = {f"aten::{name}" for name in ("_to_copy", "alias", "clone", "detach", "expand", "slice.Tensor", "view")}
-# need the data, or make copies that know nothing of `read`; kernels in Triton ask for data_ptr
+# functions that need the data, or whose copies would not call `read`; Triton kernels call data_ptr
 UNDISPATCHED = {
     getattr(Tensor, name)
     for name in ("tolist", "numpy", "__array__", "data_ptr", "share_memory_", "__deepcopy__", "__reduce_ex__")
@@ -25,26 +25,27 @@ UNDISPATCHED = {
 
 
 class UnusedSharding:
-    """Detects that no attention was called on sharded tensors, or that their positions were not read. It stops once
-    both have happened.
+    """Detector of models that call no attention on sharded tensors or never read the positions.
+
+    Detection stops when attention has been called and positions have been read.
 
     Args:
-        calls: Counts the calls of attention, and of layers with a state.
+        calls: Counter of calls to attention and stateful layers.
     """
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
-        self.calls_before: int | None = None  # the first batch was sharded; None: none was
-        self.is_met = not calls.of[1]  # one rank has whole sequences
-        self.are_read: bool | None = None  # None: no positions were given out
+        self.calls_before: int | None = None  # count when the first batch was sharded; None before then
+        self.is_met = not calls.of[1]  # a single rank has whole sequences
+        self.are_read: bool | None = None  # None until positions are handed out
 
     def begin(self) -> None:
-        """Count calls from now on, unless counting has begun."""
+        """Start counting calls, unless counting has already started."""
         if self.calls_before is None:
             self.calls_before = self.calls.count
 
     def watch(self, positions: Tensor) -> Tensor:
-        """Return the positions as a tensor that records its first read here, until one was read."""
+        """Wrap positions in a tensor that records its first read, unless a read is already recorded."""
         if self.is_met or self.are_read:
             return positions
         self.are_read = False
@@ -54,7 +55,7 @@ class UnusedSharding:
         self.are_read = True
 
     def error(self) -> ConfigError | None:
-        """Return what is wrong with the model that has computed a loss since then; None if nothing is."""
+        """Return the error for a model that computed its loss without using the shards, or None."""
         if self.is_met or self.calls_before is None:
             return None
         if self.calls.count == self.calls_before:
@@ -74,7 +75,7 @@ class UnusedSharding:
 
 
 class _Positions(Tensor):
-    """Positions that call a function when they are first read. Their copies do too."""
+    """Positions tensor that calls a function when the tensor or a copy of it is read."""
 
     plain: Tensor
     read: Callable[[], None]
@@ -105,7 +106,7 @@ class _Positions(Tensor):
             read()
         return result
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:  # a compiled graph that has them reads them
+    def __tensor_flatten__(self) -> tuple[list[str], None]:  # assume that a compiled graph reads the positions
         self.read()
         return ["plain"], None
 

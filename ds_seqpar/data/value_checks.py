@@ -1,4 +1,4 @@
-"""Read the values of a batch that must be checked: at once if they are on the CPU, one call later on a device."""
+"""Check the values of a batch immediately on the CPU, and one call later on an accelerator."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from ..base.errors import InputError, SeqParError
 from ..base.fingerprint import Fingerprint
 from ..guards.consistency import ConsistencyChecker
 
-Judge = Callable[[list[int]], SeqParError | None]  # values -> the error that they are; None where all is right
+Judge = Callable[[list[int]], SeqParError | None]  # maps values to an error, or to None if they are valid
 
 
 class ValueChecks:
-    """Checks of a batch's values, and the digests that ranks compare.
+    """Checks of a batch's values and digests that ranks compare.
 
-    The host would have to wait to read a value on a device. So such values are kept until `post`, and read in the next
-    comparison of ranks, by when the device has computed them.
+    Reading a value on a device would make the host wait. Device values are therefore kept until `post` and read in the
+    next comparison of ranks, when the device has already computed them.
 
     Args:
-        at_once: device types whose values are read at once; None: all.
+        at_once: Device types whose values are read immediately; None for all types.
     """
 
     def __init__(self, at_once: Collection[str] | None = None) -> None:
         self.at_once = at_once
-        self.fields: dict[str, str] = {}  # what ranks compare now
-        self._later: list[tuple[Tensor, Judge | str]] = []  # or how ranks call a digest
+        self.fields: dict[str, str] = {}  # entries that ranks compare now
+        self._later: list[tuple[Tensor, Judge | str]] = []  # values with their check, or a digest with its name
 
     def reads(self, x: Tensor) -> bool:
-        """Whether the tensor's values are read at once."""
+        """Return whether a tensor's values are read immediately."""
         return self.at_once is None or x.device.type in self.at_once
 
     def require(self, values: Tensor, judge: Judge) -> None:
-        """Judge values, at once or later.
+        """Check values immediately, or keep them for a later check if they are on a device.
 
         Args:
-            values: int64, (count,).
-            judge: returns the error that the values show; None if there is none.
+            values: int64 tensor of shape (count,).
+            judge: Function that returns an error for invalid values and None for valid ones.
 
         Raises:
-            SeqParError: the error, if the values are read at once.
+            SeqParError: The error from `judge`, if the values are read immediately.
         """
         if not self.reads(values):
             self._later.append((values, judge))
@@ -50,12 +50,13 @@ class ValueChecks:
             raise error
 
     def compare(self, inputs: Mapping[str, Any], on_cpu: Mapping[str, Tensor] | None = None) -> None:
-        """Let ranks compare dtypes, shapes and values of tensors; no values of floating point tensors with several
-        dims.
+        """Compare dtypes, shapes and values of tensors across ranks.
+
+        Values of floating-point tensors with several dimensions are not compared.
 
         Args:
-            inputs: tensors by name; 0-dim tensors and anything else are left out.
-            on_cpu: name -> the same values on the CPU, for tensors on a device.
+            inputs: Tensors by name; 0-dim tensors and non-tensors are skipped.
+            on_cpu: CPU copies, by name, of tensors on a device.
         """
         for name, x in sorted(inputs.items()):
             if not isinstance(x, Tensor) or not x.dim():
@@ -70,7 +71,7 @@ class ValueChecks:
                 self._later.append((device_digest(x)[None], name))
 
     def post(self, checker: ConsistencyChecker) -> None:
-        """Give values on devices to the checker, with one copy per device."""
+        """Pass the collected device values to the checker, with one copy per device."""
         by_device: dict[torch.device, list[tuple[Tensor, Judge | str]]] = {}
         for values, judge in self._later:
             by_device.setdefault(values.device, []).append((values, judge))
@@ -80,7 +81,7 @@ class ValueChecks:
 
 
 class _Judgement:
-    """Judges values that several checks have concatenated."""
+    """Applies several checks to their concatenated values."""
 
     def __init__(self, entries: list[tuple[Tensor, Judge | str]]) -> None:
         self.parts = [(len(values), judge) for values, judge in entries]
@@ -96,34 +97,34 @@ class _Judgement:
         return fields
 
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-# the constants of splitmix64, as signed numbers
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
+# constants of splitmix64 as signed integers
 STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 def device_digest(x: Tensor) -> Tensor:
-    """Return a hash of a tensor's values and their places, 0-dim int64, on its device.
+    """Return a 0-dim int64 hash of a tensor's values and their positions, on the tensor's device.
 
-    The host does not wait for it. It does not cover dtype and shape.
+    The host does not wait for the hash. Dtype and shape are not hashed.
     """
     x = x.detach().resolve_conj().resolve_neg().reshape(-1)
     x = torch.view_as_real(x).reshape(-1) if x.is_complex() else x
     bits = x.view(INTEGERS[x.dtype.itemsize]).to(torch.int64)
     places = torch.arange(1, len(bits) + 1, device=bits.device)
-    # the sum of hashes of (value, place), in integers that wrap around
+    # sum of the hashes of all (value, place) pairs, in integers that wrap around
     mixed = torch.add(bits, places, alpha=STEP).mul_(FIRST)
     mixed = (mixed ^ (mixed >> 31)).mul_(SECOND)
     return (mixed ^ (mixed >> 29)).sum()
 
 
 def fingerprint_of(x: Tensor) -> str:
-    """Return the dtype and shape of a tensor, and a digest of its values. It reads the values."""
+    """Return a tensor's dtype, shape and value digest; the host reads the values."""
     content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return f"{describe(x)} {Fingerprint.of_bytes(content)}"
 
 
 def describe(x: object) -> str:
-    """Return the dtype and shape of a tensor, "none" for None, and the type's name for anything else, for messages."""
+    """Return a tensor's dtype and shape, "none" for None, or the type name of any other object, for error messages."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
     return "none" if x is None else type(x).__name__

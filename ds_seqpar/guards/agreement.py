@@ -1,4 +1,4 @@
-"""Let ranks agree before they communicate, so that an error on one rank is raised on all and no rank hangs."""
+"""Make ranks agree before they communicate, so that an error on one rank is raised on all ranks and none hangs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..core.runtime.groups import all_ranks
 from ..core.runtime.transport import Communication, receive, send
 from .waits import explaining_failure
 
-# (fields by rank, of ranks that differ) -> a clause of a sentence, or ""; None: the difference is no error
+# maps the fields of ranks that differ, by rank, to a clause for the error, or ""; None: the difference is no error
 Advice = Callable[[Mapping[int, Fields]], str | None]
-BACKWARD = "backward"  # what ranks compare before a backward that communicates; see `backward_order.py`
+BACKWARD = "backward"  # name of the comparison before a backward that communicates; see `backward_order.py`
 LEFT_OUT = "add 0 * out.sum() where a rank's loss leaves attention out"
-ALL = "on all ranks"  # in the remedy of calls that no step needs, as those of a rank that prints
+ALL = "on all ranks"  # in the remedy of calls outside training steps, such as calls for printing
 
 
 def assert_ranks_agree(
@@ -38,39 +38,40 @@ def assert_ranks_agree(
     call: str = "",
     advice: Advice | None = None,
 ) -> int:
-    """Raise on all ranks of a group unless all pass the same value and none passes an error.
+    """Raise an error on all ranks of a group unless every rank passes the same value and no rank passes an error.
 
     Args:
-        group: a group that carries CPU tensors; None for this rank alone.
-        name: of the value, in errors; the same on all ranks.
-        value: the value that must have the same repr on all ranks of the group, or with `among_peers` on the ranks of
-            `peers`. Mappings, dataclasses and lists of them are compared field by field, and an error names the fields
-            that differ. A value that is compared often may be passed as `Compared`.
-        error: why this rank cannot go on. This rank raises it; the others raise a DisagreementError that quotes it.
-        number: a number whose maximum is needed, on all ranks or on none.
-        peers: this rank's part of the group. Its ranks first check that all of them make this call and that none is in
-            a backward, where it would wait. None: this rank alone.
-        among_peers: whether values may differ between parts of the group.
-        call: the user's call, which is named in the error if a rank does not make it.
-        advice: returns why ranks differ and what to do, if known.
+        group: Process group for CPU tensors; None for a single rank.
+        name: Name of the value in errors, the same on all ranks.
+        value: Value whose repr must be the same on all ranks of the group, or on the ranks of `peers` if `among_peers`
+            is set. Mappings, dataclasses and lists of either are compared field by field, and an error names the fields
+            that differ. A frequently compared value may be passed as `Compared`.
+        error: Reason why this rank cannot continue. This rank raises the error, and the other ranks raise a
+            DisagreementError that quotes the error.
+        number: Number whose maximum over ranks is returned; passed on all ranks or on none.
+        peers: This rank's part of the group. The ranks of `peers` first check that all of them make this call outside a
+            backward. None stands for this rank alone.
+        among_peers: Whether values may differ between parts of the group.
+        call: Name of the user's call, shown in the error if a rank does not make the call.
+        advice: Function that returns the cause of a difference and the remedy, if known.
 
     Returns:
-        The greatest `number` of any rank; 0 if no rank has one.
+        Maximum of `number` over ranks, or 0 if no number is passed.
 
     Raises:
-        SeqParError: `error`, on the rank that passed it.
-        DisagreementError: on all other ranks, and on all if values differ.
-        CommunicationError: if a rank does not make the call.
+        SeqParError: On the rank that passed `error`.
+        DisagreementError: On all other ranks, and on all ranks if values differ.
+        CommunicationError: If a rank does not make the call.
     """
     for owner in sorted(checkers):
         checkers[owner].flush_before(group)
     entry, has_error = Entry.of(name, value, call, advice), error is not None
     compared, kind = entry.compared.fingerprint, Fingerprint.of(name)
     among_peers &= peers is not group
-    # all ranks get the same result, so either all of them take the slow path or none
+    # all ranks get the same result, so all or none of them take the slow path
     if 1 < _size(peers) < _size(group) and differ(peers, compared if among_peers else kind, entry.subject):
         raise_difference(peers, [entry], error, values_may_differ=True)
-        has_error = True  # of these ranks, whose values differ
+        has_error = True  # values differ among these ranks
     if differ(group, kind if among_peers else compared, entry.subject, has_error):
         raise_difference(group, [entry], error, ranks_of(peers)[0] if among_peers else 0)
     return 0 if number is None else maximum(group, number, entry.subject)
@@ -78,10 +79,10 @@ def assert_ranks_agree(
 
 @dataclasses.dataclass
 class Agreed:
-    """A rank's contribution to an agreement, and the result that it receives."""
+    """Contribution of a rank to an agreement, and the result of the agreement."""
 
-    value: object = None  # as for `assert_ranks_agree`
-    number: int | None = None  # as for `assert_ranks_agree`; then the greatest of any rank
+    value: object = None  # see `assert_ranks_agree`
+    number: int | None = None  # see `assert_ranks_agree`; afterwards, the maximum over ranks
 
 
 @contextlib.contextmanager
@@ -89,28 +90,29 @@ def together(
     group: dist.ProcessGroup | None, action: str, name: str = "", *, error: SeqParError | None = None,
     passing: tuple[type[Exception], ...] = (), **options: Any,
 ) -> Iterator[Agreed]:  # fmt: skip
-    """Context manager at whose end ranks agree: if an exception leaves it on one rank, all ranks raise.
+    """Context manager that makes all ranks raise an error if its body raises an exception on one rank.
 
     Args:
-        group: as for `assert_ranks_agree`.
-        action: what is done in the context, such as "loading data", for errors.
-        name: name of the value that ranks compare; "": the action.
-        error: as for `assert_ranks_agree`, for an earlier error.
-        passing: exceptions that leave it without an agreement, because ranks have already agreed on them, or cannot.
-        **options: further arguments of `assert_ranks_agree`.
+        group: Process group for CPU tensors; None for a single rank.
+        action: Description of the body for error messages, such as "loading data".
+        name: Name of the value that ranks compare; the default is `action`.
+        error: Earlier error of this rank.
+        passing: Exceptions that propagate without an agreement, because ranks have already agreed on them or cannot
+            agree.
+        **options: Further arguments of `assert_ranks_agree`.
 
     Yields:
-        An object that takes the value and the number to compare.
+        Object in which the body stores the value and the number to compare.
 
     Raises:
-        SeqParError: as `assert_ranks_agree` does.
+        SeqParError: Under the same conditions as in `assert_ranks_agree`.
     """
     agreed = Agreed()
     try:
         yield agreed
     except passing:
         raise
-    except Exception as reason:  # the other ranks wait for this one
+    except Exception as reason:  # other ranks wait for this rank
         error = error or as_seqpar_error(f"{action} failed", reason)
     agreed.number = assert_ranks_agree(
         group, name or action, agreed.value, error=error, number=agreed.number, **options
@@ -118,18 +120,20 @@ def together(
 
 
 class Checker(Protocol):
-    """The values of a set of groups that ranks have not compared yet; see `consistency`."""
+    """Deferred comparisons of a set of groups; see `consistency`."""
 
     def flush_before(self, group: dist.ProcessGroup | None) -> None: ...
 
     def forget(self, group: dist.ProcessGroup | None) -> None: ...
 
 
-checkers: weakref.WeakValueDictionary[int, Checker] = weakref.WeakValueDictionary()  # by the number of their groups
+checkers: weakref.WeakValueDictionary[int, Checker] = (
+    weakref.WeakValueDictionary()
+)  # keyed by the number of their groups
 
 
 class Entry(NamedTuple):
-    """A value that ranks compare, and its description in errors. For `call` and `advice` see `assert_ranks_agree`."""
+    """Value that ranks compare, with its description in errors; `assert_ranks_agree` explains `call` and `advice`."""
 
     compared: Compared
     call: str
@@ -141,7 +145,7 @@ class Entry(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """The remedy if a rank does not make the call; it is in parentheses in `call`."""
+        """Remedy if a rank does not make the call, taken from the parentheses in `call`."""
         return self.call.partition(" (")[2].removesuffix(")")
 
     @property
@@ -150,7 +154,7 @@ class Entry(NamedTuple):
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the global ranks of a group, by group rank."""
+    """Return the global ranks of a group, in order of group rank."""
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
@@ -158,51 +162,56 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-FAILED = 2**63 - 1  # no fingerprint, nor the negative of one
+FAILED = 2**63 - 1  # never equal to a fingerprint or a negated fingerprint
 
 
 def differ(group: dist.ProcessGroup | None, compared: int, subject: str, failed: bool = False) -> bool:
-    """Return whether the ranks' fingerprints differ or any rank has failed. Collective over the group.
+    """Return whether fingerprints differ between ranks or any rank has failed.
+
+    All ranks of the group must call this function.
 
     Args:
-        group: a group that carries CPU tensors; None for this rank alone.
-        compared: this rank's fingerprint.
-        subject: the name of the comparison, for errors.
-        failed: whether this rank has an error.
+        group: Process group for CPU tensors; None for a single rank.
+        compared: Fingerprint of this rank's value.
+        subject: Name of the comparison in errors.
+        failed: Whether this rank has an error.
     """
     greatest, negated_least = _maxima(group, (FAILED, FAILED) if failed else (compared, -compared), subject)
     return greatest != -negated_least
 
 
 def maximum(group: dist.ProcessGroup | None, number: int, subject: str) -> int:
-    """Return the greatest number of any rank. Collective; call it after an agreement, so that all ranks call it."""
+    """Return the maximum of `number` over ranks.
+
+    Call `maximum` only after an agreement, so that every rank of the group calls it.
+    """
     return _maxima(group, (number,), subject)[0]
 
 
 def _maxima(group: dist.ProcessGroup | None, numbers: Sequence[int], subject: str) -> Sequence[int]:
     if group is None or _size(group) == 1:
         return numbers
-    # a selective checkpoint would look for the tensors' operations among those that it saved
+    # a selective checkpoint would search its saved operations for the operations run here
     span = profiling.span(f"agree on {subject}")
     with span, compat.without_dispatch_modes(), explaining_failure(subject, group) as wait:
         return all_reduce_max(numbers, group, wait)
 
 
-AGREEMENT_TAG = 0x5EA9  # of `all_reduce_max`; unusual, since users may send in the group of all ranks too
-DIRECT = 4  # ranks that tell one another, so that each knows which one does not
+AGREEMENT_TAG = 0x5EA9  # unusual tag for `all_reduce_max`, since users may also send in the group of all ranks
+DIRECT = 4  # up to this many ranks send to each other directly, so that each rank sees which one is missing
 
 
 def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communication: Communication) -> list[int]:
-    """Return the maximum over ranks of each number.
+    """Return the maximum of each number over ranks.
 
-    Three or four ranks send to one another. Otherwise ranks send to the first rank, which answers, because two ranks
-    that send at once slow each other down over gloo. `dist.all_reduce` is not used, since it could pair with a user's
-    all-reduce in the group of all ranks.
+    Three or four ranks send to each other directly. In groups of other sizes, all ranks send to the first rank, which
+    replies, because two ranks that send simultaneously over gloo slow each other down. `dist.all_reduce` is not used
+    because the call could pair with a user's all-reduce in the group of all ranks.
 
     Args:
-        numbers: integers of at most 63 bits, the same number on all ranks.
-        group: a group that carries CPU tensors.
-        communication: receives the rank that is waited for.
+        numbers: Integers of at most 63 bits, with the same count on all ranks.
+        group: Process group for CPU tensors.
+        communication: Object that records the rank being waited for.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     direct = 2 < size <= DIRECT
@@ -210,11 +219,11 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communicati
     peers = [(rank - distance) % size for distance in range(1, size)] if direct or answers else [0]
     maxima = torch.tensor([numbers] * (len(peers) + 1), dtype=torch.int64, device="cpu")
 
-    def await_(peer: int) -> None:  # the first of more may wait for any other
+    def await_(peer: int) -> None:  # in larger groups, the first rank may wait for any rank
         communication.awaited = (peer, 1) if answers or size <= DIRECT else None
 
     def start_receive(x: Tensor, peer: int) -> Any:
-        await_(peer)  # it fails at once where that rank has ended
+        await_(peer)  # a receive fails immediately if the peer has ended
         return receive(x, group, peer, AGREEMENT_TAG)
 
     def send_to_all(x: Tensor) -> list[Any]:
@@ -226,21 +235,21 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communicati
         await_(peer)
         work.wait()
     found = maxima.amax(0)
-    for work in sends or send_to_all(found):  # a send completes once its receiver takes part
+    for work in sends or send_to_all(found):  # a send completes when its receiver takes part
         work.wait()
     return found.tolist()
 
 
 def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
-    """Return the sum over ranks of each number, in fp64.
+    """Return the sum of each number over ranks, in fp64.
 
-    It is bitwise the same on all ranks, since gloo adds up each element in one place. Collective; call it after an
-    agreement, so that all ranks make the call.
+    All ranks receive bitwise equal sums, because gloo adds each element in one place. Call this function only after an
+    agreement, so that every rank of the group calls it.
 
     Args:
-        group: a group that carries CPU tensors.
-        numbers: this rank's summands, the same number on every rank.
-        call: the user's call, for errors.
+        group: Process group for CPU tensors.
+        numbers: This rank's summands, with the same count on every rank.
+        call: Name of the user's call in errors.
     """
     total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     with explaining_failure(call, group):
@@ -252,15 +261,19 @@ def raise_difference(
     group: dist.ProcessGroup | None, entries: Sequence[Entry], error: SeqParError | None, part: int = 0,
     before: int | None = None, values_may_differ: bool = False,
 ) -> None:  # fmt: skip
-    """Gather errors and fields (slow), and raise one sentence on every rank. If it is not caught, one rank prints it.
+    """Gather errors and fields from all ranks, and raise the same error on every rank if they disagree.
+
+    Gathering is slow and happens only after ranks were found to disagree. An uncaught error is printed by a single
+    rank.
 
     Args:
-        group: as for `differ`.
-        entries: the entries that this rank has compared since ranks last agreed, this call's at the end.
-        error: why this rank cannot go on.
-        part: the part of the group in which values must be the same.
-        before: number of calls of the step that were compared before these; None if an error is raised by its own call.
-        values_may_differ: whether to raise only if a rank makes another call.
+        group: Process group for CPU tensors; None for a single rank.
+        entries: Entries that this rank has compared since ranks last agreed, ending with the current call.
+        error: Reason why this rank cannot continue.
+        part: Part of the group in which values must be the same.
+        before: Number of calls of the step that were compared before `entries`; None if each call raises its own
+            errors.
+        values_may_differ: Whether to raise an error only if ranks make different calls.
     """
     if found := _difference(group, entries, error, part, before, values_may_differ):
         for checker in list(checkers.values()):
@@ -272,7 +285,7 @@ def _difference(
     group: dist.ProcessGroup | None, entries: Sequence[Entry], error: SeqParError | None, part: int,
     before: int | None, values_may_differ: bool,
 ) -> SeqParError | None:  # fmt: skip
-    """Return the error that `raise_difference` raises, or None if ranks may differ in this way."""
+    """Return the error for `raise_difference`, or None if the difference between ranks is allowed."""
     values = [(entry.compared.name, entry.compared.fields, entry.remedy) for entry in entries]
     reports = all_gather_objects(group, (entries[-1].compared.name, values, error and str(error), part))
     global_ranks = ranks_of(group)
@@ -301,11 +314,13 @@ def _difference(
 
 
 def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]:
-    """Return the objects of all ranks, by group rank. Collective over the group.
+    """Return the objects of all ranks, in order of group rank.
+
+    All ranks of the group must call this function.
 
     Args:
-        group: a group that carries CPU tensors; None for this rank alone.
-        local: this rank's object, a tuple whose first item is a name for errors.
+        group: Process group for CPU tensors; None for a single rank.
+        local: This rank's object, a tuple that starts with a name for errors.
     """
     if group is None or _size(group) == 1:
         return [local]
@@ -316,8 +331,10 @@ def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]
 
 
 def _why_other_calls(by_rank: Mapping[int, tuple[str, Fields, str]]) -> str:
-    """Return why some ranks make other calls and what to do; "" if unknown. by_rank: rank -> (name, fields,
-    remedy)."""
+    """Return why ranks make different calls, with the remedy, or "" if the cause is unknown.
+
+    `by_rank` contains the name, the fields and the remedy of each rank's call.
+    """
     remedies = dict.fromkeys(remedy for name, _, remedy in by_rank.values() if remedy and name != BACKWARD)
     if asides := [remedy for remedy in remedies if ALL in remedy]:
         return f"some ranks alone make one: {', or '.join(asides)}"
@@ -329,14 +346,14 @@ def _why_other_calls(by_rank: Mapping[int, tuple[str, Fields, str]]) -> str:
 
 
 def differences(by_rank: Mapping[int, tuple], why: str = "", where: str = "") -> str:
-    """Return what differs between ranks, in words, or "" if nothing does.
+    """Describe the differences between ranks, or return "" if there are none.
 
     Ranks with the same fields are named together: "ranks 0-2: size 4; rank 3: size 2".
 
     Args:
-        by_rank: rank -> (name of the compared value, its fields, ...).
-        why: the cause and what to do, if known.
-        where: which of several calls this is, in words.
+        by_rank: Name of the compared value, its fields and further items, by rank.
+        why: Cause and remedy, if known.
+        where: Position of the call among several calls, in words.
     """
     if len({compared for compared, *_ in by_rank.values()}) > 1:
         by_call = {
@@ -357,7 +374,7 @@ def differences(by_rank: Mapping[int, tuple], why: str = "", where: str = "") ->
 
 
 def differing(by_rank: Mapping[int, Fields]) -> list[str]:
-    """Return the names of the fields in which ranks differ, in order."""
+    """Return the names of the fields that differ between ranks, in order."""
     names = {name: None for fields in by_rank.values() for name in fields}
     return [name for name in names if len({fields.get(name) for fields in by_rank.values()}) > 1]
 

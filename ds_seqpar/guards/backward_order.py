@@ -1,11 +1,12 @@
-"""Ranks agree on the order in which they run backward, before they send anything for it.
+"""Make ranks agree on the order of their backward passes before anything is sent for a backward.
 
-Each call that communicates has a number, the same on all ranks. Autograd also numbers nodes in the order in which they
-are made. So a node is identified by the first call that was made after it: its own call or, for a function whose
-backward runs attention again, the first call in the forward. Reentrant checkpoints, head chunks and compiled graphs are
-such functions. Ranks compare the calls that identify the nodes that they run: on CPUs before a node's first message, on
-accelerators at the latest before `backward` returns. A backward that a node runs inside its own is not compared, since
-ranks have agreed on the node.
+Each communicating call has a number, which is the same on all ranks. Autograd also numbers nodes in the order of
+creation. A node is therefore identified by the first call made after the node was created. The identifying call is
+usually the node's own call. For a function whose backward runs attention again, such as a reentrant checkpoint, a head
+chunk or a compiled graph, the identifying call is the first call in the forward. Ranks compare the calls that identify
+the nodes they run. On CPUs, ranks compare before a node's first message. On accelerators, ranks compare before
+`backward` returns, at the latest. A backward that runs inside a node's own backward is not compared, because ranks have
+already agreed on the node.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .agreement import BACKWARD, LEFT_OUT
 from .consistency import ConsistencyChecker
 from .one_thread import check_thread
 
-MOST_CALLS = 1 << 14  # that are remembered: more than wait for their backward at a time
-BACKWARD_CALL = f"backward of attention ({LEFT_OUT})"  # named where a rank does not run it
+MOST_CALLS = 1 << 14  # maximum number of remembered calls, more than wait for their backward at a time
+BACKWARD_CALL = f"backward of attention ({LEFT_OUT})"  # shown in errors if a rank does not run the backward
 WHY = (
     "losses come in another order, as those of a set of names do (go through a list, the same on every rank), or one "
     f"leaves a call out ({LEFT_OUT})"
@@ -33,36 +34,38 @@ WHY = (
 
 
 class _Call(NamedTuple):
-    """A call that communicates."""
+    """Call that communicates."""
 
-    made: int  # the number of autograd's next node when it was made
-    number: int  # among the calls of its SequenceParallel
-    what: str  # for errors
-    layer: int | None  # of a patched model
+    made: int  # number of autograd's next node at the time of the call
+    number: int  # number of the call in its SequenceParallel
+    what: str  # name in errors
+    layer: int | None  # layer of a patched model
 
     @property
     def place(self) -> str:
-        """The description of this call in reports."""
+        """Description of the call in reports."""
         return f"call {self.number}" if self.layer is None else f"layer {self.layer}"
 
 
 class Calls(Guard):
-    """Counts the communicating calls of one SequenceParallel, and orders their backward in the same way on all ranks.
+    """Guard that counts the communicating calls of one SequenceParallel and fixes the order of their backward.
+
+    All ranks must run the backward of the calls in the same order.
 
     Args:
-        checker: compares values between its ranks.
+        checker: Compares values across ranks.
 
     Attributes:
-        current: the call that communicates or is about to; in a backward, the call whose backward runs.
+        current: Call that communicates or is about to communicate; during a backward, the call whose backward runs.
     """
 
     def __init__(self, checker: ConsistencyChecker) -> None:
         self.checker, self.count, self.of = checker, 0, (0, tuple[int, ...]())
         self.current: _Call | None = None
-        self._calls: list[_Call] = []  # those made outside of a backward, in order
-        self._outermost = -1  # the graph task that runs, in which others may run
-        self._entered = -1, -1  # graph task and node that were entered last
-        self._order: list[_Call] = []  # the calls of nodes that were entered and not compared yet
+        self._calls: list[_Call] = []  # calls made outside of a backward, in order
+        self._outermost = -1  # outermost running graph task, inside which others may run
+        self._entered = -1, -1  # graph task and node entered last
+        self._order: list[_Call] = []  # calls of entered nodes that are not compared yet
         groups = checker.groups
         if groups is not None and groups.control is not None:
             self.of = groups.number, tuple(dist.get_process_group_ranks(groups.control))
@@ -85,12 +88,12 @@ class Calls(Guard):
             self.current = None
 
     def follow(self, name: str, layer: int | None = None, sends: bool = True) -> None:
-        """Count a call. Use it in the forward of an autograd function, before anything is sent.
+        """Count a call. Use `follow` in the forward of an autograd function, before anything is sent.
 
         Args:
-            name: name of the call, for errors.
-            layer: the layer, if a patched model makes the call.
-            sends: whether the forward sends anything; a replay does not.
+            name: Name of the call in errors.
+            layer: Number of the layer, if a patched model makes the call.
+            sends: Whether the forward sends anything; a replay sends nothing.
         """
         if not self.of[1]:
             return
@@ -98,23 +101,24 @@ class Calls(Guard):
         self.count += 1
         self.current = call = _Call(compat.next_node(), self.count, name, layer)
         if compat.graph_task() < 0:
-            self._outermost = -1  # also where a backward has raised
+            self._outermost = -1  # also resets after a backward that raised an error
             if self._calls and self._calls[-1].made > call.made:
-                self._calls.clear()  # of another thread, which has nodes of its own
+                self._calls.clear()  # calls of another thread, whose nodes are numbered separately
             self._calls.append(call)
             if len(self._calls) > 2 * MOST_CALLS:
                 del self._calls[:MOST_CALLS]
 
     def enter(self, sends: bool = True) -> None:
-        """Raise on all ranks, now or at the end of `backward`, unless all run the backward of the same call. Use it in
-        each backward, and in each forward that a backward runs again, before anything is sent. Outside a backward it
-        does nothing.
+        """Raise an error on all ranks unless all of them run the backward of the same call.
+
+        The error is raised immediately or at the end of `backward`. Use `enter` before anything is sent, in each
+        backward and in each forward that a backward runs again. Outside a backward, `enter` does nothing.
 
         Args:
-            sends: whether anything is sent next.
+            sends: Whether anything is sent next.
 
         Raises:
-            DisagreementError: on all ranks.
+            DisagreementError: On all ranks, if ranks run the backward of different calls.
         """
         task = compat.graph_task()
         if task < 0 or not self.of[1]:
@@ -130,31 +134,35 @@ class Calls(Guard):
                 self._order += [self.current] if self.current else []
         if sends and self._order:
             order, self._order = self._order, []
-            outermost, self._outermost = self._outermost, -1  # which it stays where this raises
+            outermost, self._outermost = self._outermost, -1  # stays reset if the check raises an error
             calls = {str(place): self._named(call) for place, call in enumerate(order)}
             self.checker.check_deferred(BACKWARD, calls, call=BACKWARD_CALL, advice=lambda by_rank: WHY)
             self._outermost = outermost
 
     def name_of_current(self) -> str:
-        """Return the name of the call whose backward runs, for errors."""
+        """Return the name of the call whose backward is running, for errors."""
         call = self._current() if compat.graph_task() == self._outermost else None
         return "backward of attention" if call is None else f"backward of {call.what} (call {call.number})"
 
     def _current(self) -> _Call | None:
-        """Return the call that identifies autograd's current node; None if the node was made after all calls."""
+        """Return the call that identifies autograd's current node, or None if the node was created after all calls."""
         at = bisect.bisect_right(self._calls, compat.number_of(compat.autograd_node()), key=lambda call: call.made)
         return self._calls[at] if at < len(self._calls) else None
 
     def _named(self, call: _Call) -> str:
-        """Return the name by which ranks compare a call. The name counts back from the last call. After a failure,
-        ranks may have made different numbers of calls, and equal steps then still have equal names.
+        """Return the name under which ranks compare a call.
+
+        The name counts back from the last call. Ranks may have made different numbers of calls after a failure, but
+        equal steps must still have equal names.
         """
-        of = f" of SequenceParallel {self.of[0]}" if self.of[0] > 1 else ""  # most programs have one
+        of = (
+            f" of SequenceParallel {self.of[0]}" if self.of[0] > 1 else ""
+        )  # most programs have a single SequenceParallel
         last = "the last call" if call.number == self.count else f"the last call but {self.count - call.number}"
         return f"{call.what}{of}, {last}"
 
     def _leave(self) -> None:
-        """End the outermost graph task, before `backward` returns."""
+        """End the outermost graph task before `backward` returns."""
         self._outermost, self._order = -1, []
         if self.checker.defers_on is not None:
             self.checker.flush()

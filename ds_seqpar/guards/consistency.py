@@ -1,10 +1,10 @@
-"""Cross-rank consistency checks: verify that all ranks of a sequence issue the same calls.
+"""Check that all ranks of a sequence make the same calls.
 
-On CPUs each call is compared before it sends anything; hosts wait for one another there anyway. On accelerators hosts
-run ahead of their devices, and must not wait for one another in every call. So the comparison of a call is deferred if
-ranks have agreed on a similar call before. It then sends nothing, and is compared together with the next new kind of
-call, or at the end of the step. A rank that cannot continue compares at once. The others reach a comparison too, since
-no host waits for its device before one.
+On CPUs, each call is compared before sending anything, because hosts wait for each other in every call anyway. On
+accelerators, hosts run ahead of their devices and must not wait for each other in every call. The comparison of a call
+is therefore deferred if ranks have already agreed on a similar call. A deferred comparison sends nothing until the next
+new kind of call or the end of the step, when all deferred calls are compared together. A rank that cannot continue
+compares immediately. The other ranks also reach a comparison, because no host waits for its device before a comparison.
 """
 
 from __future__ import annotations
@@ -29,24 +29,27 @@ from . import mismatch_hints
 from .agreement import Advice, Entry, checkers, differ, maximum, raise_difference
 from .process_exit import IDLE_TIMEOUT
 
-# called with a tensor's values on the CPU -> an error of this rank, or fields that ranks compare
+# maps a tensor's values on the CPU to an error of this rank, or to fields that ranks compare
 Judge = Callable[[Tensor], SeqParError | Mapping[str, object]]
-MOST_DEFERRED = 512  # calls, which are then compared although the step has not ended, as in evaluation
-MOST_KNOWN = 1024  # values that ranks have agreed on, and that may be deferred
+MOST_DEFERRED = 512  # maximum number of deferred calls, for long steps such as an evaluation
+MOST_KNOWN = 1024  # maximum number of remembered values that ranks have agreed on
 NOTHING, END = Entry.of("", {}), Entry.of("end of the step", {})
 
 
 class _Look(NamedTuple):
-    """A tensor that is being copied to the CPU."""
+    """Tensor that is being copied to the CPU for a check."""
 
-    after: Entry  # what was compared last when the copy began
+    after: Entry  # last entry compared before the copy began
     copy: Tensor
-    arrived: Any  # an event of the device; None: the copy is there
+    arrived: Any  # device event; None: the copy is complete
     judge: Judge
 
 
 class InputAgreement(Guard):
-    """Compares the inputs of each call between the ranks of a sequence, so that all raise an error that one finds."""
+    """Guard that compares the inputs of each call across the ranks of a sequence.
+
+    If one rank finds an error in its inputs, all ranks raise an error.
+    """
 
     def __init__(self, checker: ConsistencyChecker) -> None:
         self.checker = checker
@@ -55,7 +58,7 @@ class InputAgreement(Guard):
         if self.checker.group is None:
             return error
         advice = mismatch_hints.of_attention if inputs.call == ATTENTION else None
-        # inside a torch.func transform nothing can be sent, not even the error that refuses the transform
+        # a torch.func transform blocks all messages, even the error that refuses the transform
         with compat.without_torch_func():
             self.checker.check_deferred(
                 inputs.compared.name, inputs.compared, error=error, call=inputs.call, advice=advice,
@@ -65,21 +68,21 @@ class InputAgreement(Guard):
 
 
 class ConsistencyChecker:
-    """The comparisons of the ranks that share a sequence.
+    """Comparisons between the ranks that share a sequence.
 
     Args:
         groups: This rank's groups; None for virtual ranks of one process, which need not agree.
-        agreement: The setting.
+        agreement: Value of the `agreement` setting.
     """
 
     def __init__(self, groups: Groups | None, agreement: str = "auto") -> None:
         self.groups = groups
         device = None if groups is None or groups.sp is None else communicator_device(groups.sp)
-        # the type of the devices on which calls like earlier ones are deferred; None: nothing is deferred
+        # type of the devices on which repeated calls are deferred; None: nothing is deferred
         self.defers_on = None if device is None or agreement == "always" else device.type
-        self._entries: list[Entry] = []  # what was deferred since ranks compared last
-        self._before = 0  # how many calls of the step were compared before those
-        # fingerprints of what ranks agreed on, the oldest first; the same on all ranks
+        self._entries: list[Entry] = []  # entries deferred since the last comparison
+        self._before = 0  # number of calls of the step that are already compared
+        # fingerprints of agreed values, oldest first, the same on all ranks
         self._known: dict[int, None] = {}
         self._last = NOTHING
         self._looks: list[_Look] = []
@@ -95,7 +98,7 @@ class ConsistencyChecker:
         self, name: str, value: object, *, error: SeqParError | None = None, number: int | None = None, call: str = "",
         advice: Advice | None = None,
     ) -> int:  # fmt: skip
-        """Compare a value between the ranks. For the arguments and the result see `assert_ranks_agree`."""
+        """Compare a value across ranks immediately; `assert_ranks_agree` explains the arguments and the result."""
         entry = Entry.of(name, value, call, advice)
         self._compare(entry, self._judge(entry) or error)
         return 0 if number is None else maximum(self.group, number, entry.subject)
@@ -104,13 +107,14 @@ class ConsistencyChecker:
         self, name: str, value: object, *, error: SeqParError | None = None, call: str = "",
         advice: Advice | None = None, device: torch.device | None = None, like: object = None,
     ) -> None:  # fmt: skip
-        """Compare a value between the ranks: at the end of the step if that is allowed, otherwise now. A value that may
-        differ according to its `advice` must be passed to `check_now`.
+        """Compare a value across ranks at the end of the step if deferral is allowed, and immediately otherwise.
+
+        A value whose `advice` may allow differences must be passed to `check_now`.
 
         Args:
-            name: As for `assert_ranks_agree`; the other arguments too.
-            device: The device of the tensors that are sent next; None: the device that ranks with accelerators use.
-            like: The part of the value that must be as in an earlier call for it to be deferred; None: all of it.
+            name: Name of the value; `assert_ranks_agree` explains the arguments up to `advice`.
+            device: Device of the tensors that are sent next; None for the devices on which calls are deferred.
+            like: Part of the value that must match an earlier call for deferral; None for the whole value.
         """
         entry = Entry.of(name, value, call, advice)
         error = self._judge(entry) or error
@@ -124,13 +128,15 @@ class ConsistencyChecker:
             self._compare(END)
 
     def check_values(self, x: Tensor, judge: Judge) -> None:
-        """Copy a tensor to the CPU, and check its values when the copy has arrived. They are checked at the next
-        comparison of the same kind, for example in the next forward; failing that, in the last `flush` or at exit. All
-        ranks must make the same calls of this.
+        """Copy a tensor to the CPU, and check its values when the copy has arrived.
+
+        Values are checked at the next comparison of the same kind, for example in the next forward. Remaining values
+        are checked in the last `flush` or at exit. All ranks must make the same calls to `check_values`.
 
         Args:
-            x: The tensor.
-            judge: Receives the copy. It must not refer to the SequenceParallel, which would then live until exit.
+            x: Tensor to check.
+            judge: Function that receives the copy. A reference from `judge` to the SequenceParallel would keep the
+                object alive until exit.
         """
         copy = x.detach().to("cpu", non_blocking=True)
         on_its_way = x.device.type != "cpu" and not compat.is_fake(copy)
@@ -139,10 +145,13 @@ class ConsistencyChecker:
         self._at_exit = self._at_exit or weakref.finalize(self, _say, self._looks)
 
     def flush(self, *, last: bool = False) -> None:
-        """Compare deferred values, and wait for the other ranks. Call it on all ranks at the end of a step.
+        """Compare deferred values across ranks, which makes ranks wait for each other.
+
+        Call `flush` on all ranks at the end of a step.
 
         Args:
-            last: Whether no forward follows. If true, it also waits for the device and checks the remaining values.
+            last: Whether no forward follows. The last `flush` also waits for the device and checks the remaining
+                values.
         """
         judges = last and bool(self._looks)
         error = self._judge() if judges else None
@@ -151,17 +160,20 @@ class ConsistencyChecker:
         self._before = 0
 
     def flush_before(self, group: dist.ProcessGroup | None) -> None:
-        """Call `flush` before a comparison in another group, in which ranks would wait for ranks that wait here."""
+        """Call `flush` before a comparison in another group, because the ranks could otherwise deadlock."""
         if self._entries and self.group is not group:
             self.flush()
 
     def forget(self, group: dist.ProcessGroup | None) -> None:
-        """Drop deferred values after all ranks of the group have raised, whatever they compared."""
+        """Drop deferred values after all ranks of the group have raised an error."""
         if self._entries and self.group is group:
             self._entries, self._before = [], 0
 
     def _compare(self, entry: Entry, error: SeqParError | None = None, key: int | None = None) -> None:
-        """Compare the deferred entries and one more. key: identifies similar calls; None: the whole entry."""
+        """Compare the deferred entries and one more entry.
+
+        `key` identifies similar calls and defaults to the fingerprint of the whole entry.
+        """
         before, entries, self._entries = self._before, [*self._entries, entry], []
         self._before = before + len(entries)
         compared = entry.compared.fingerprint
@@ -175,8 +187,10 @@ class ConsistencyChecker:
                 del self._known[next(iter(self._known))]
 
     def _judge(self, again: Entry | None = None) -> SeqParError | None:
-        """Judge the values left for the next comparison of this kind; None: all of them. Defer the fields that ranks
-        compare, and return this rank's error.
+        """Check arrived values and return this rank's error.
+
+        `again` is the current comparison, for which values of the same kind are checked; None selects all values.
+        Fields that ranks must compare are added to the deferred entries.
         """
         self._last = again or self._last
         if not self._looks:
@@ -194,7 +208,7 @@ class ConsistencyChecker:
 
 
 def _found(looks: Iterable[_Look]) -> Iterable[tuple[_Look, SeqParError | Mapping[str, object]]]:
-    """Yield the error of each tensor, once it has arrived."""
+    """Wait for each tensor's copy, and yield the error or the fields that the check returns."""
     for look in looks:
         if look.arrived is not None:
             look.arrived.synchronize()
@@ -202,12 +216,12 @@ def _found(looks: Iterable[_Look]) -> Iterable[tuple[_Look, SeqParError | Mappin
             continue
         try:
             yield look, look.judge(look.copy)
-        except Exception as error:  # a rank that raised alone would leave its peers waiting
+        except Exception as error:  # a rank that raises alone would leave its peers waiting
             yield look, as_seqpar_error("a check of a tensor's values failed", error)
 
 
 def _say(looks: list[_Look]) -> None:
-    """At exit, print errors of this rank that were never raised. Does not wait for a stuck device."""
+    """At exit, print errors of this rank that were never raised, without waiting for a stuck device."""
     deadline = time.monotonic() + IDLE_TIMEOUT
     while any(look.arrived is not None and not look.arrived.query() for look in looks):
         if time.monotonic() > deadline:

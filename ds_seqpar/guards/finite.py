@@ -1,8 +1,8 @@
-"""The search for NaN and inf that `check_finite` enables. It names the first place where one appears.
+"""Find the first NaN or inf in training if `check_finite` is enabled.
 
-A rank that finds one continues until ranks compare, since the others would wait for it. Ranks compare at the end of
-each attention call and of a patched model's forward, and around an engine's backward and step. All ranks then raise the
-earliest finding.
+A rank that finds a non-finite number continues until ranks compare, because stopping would leave the other ranks
+waiting. Ranks compare at the end of each attention call and of a patched model's forward, and around an engine's
+backward and step. All ranks then raise the earliest finding.
 """
 
 from __future__ import annotations
@@ -33,69 +33,71 @@ from .agreement import Entry, all_gather_objects, assert_ranks_agree, raise_diff
 from .backward_order import Calls
 
 NAME = "numbers that must be finite"
-SPREAD = 1e-5  # by which gradient norms of ranks may differ, relative to their size
+SPREAD = 1e-5  # allowed relative difference between the gradient norms of ranks
 ADVICE = "see its operands, or take another kernel"
 SUMMED = "though the gradients of each rank were finite after backward"
 LINKS = "what clips or changes them between backwards, as later hooks do, and the links between ranks"
-MADE = 1 << 30  # the step of what a call returns, after all of its program
+MADE = 1 << 30  # step of a call's results, after all steps of the program
 
 
 class Finding(NamedTuple):
-    """Numbers that are not finite."""
+    """Non-finite numbers found on a rank."""
 
-    step: int  # in which an attention call found them; below 0 before its first
+    step: int  # step of the attention call that found the numbers; negative before the first step
     where: str
     advice: str
-    numbers: str  # the first, and how many there are
-    sender: int | None = None  # the global rank that they came from
-    ranks: tuple[int, ...] = ()  # those that have them, once ranks have compared
+    numbers: str  # first number and count
+    sender: int | None = None  # global rank that sent the numbers
+    ranks: tuple[int, ...] = ()  # ranks that have the numbers, set after a comparison
 
 
 class Finite(Guard):
-    """The findings of this rank since the last comparison.
+    """Guard that keeps this rank's findings since the last comparison.
 
     Args:
-        groups: This rank's.
-        calls: Those that it names.
+        groups: This rank's groups.
+        calls: Counter that provides the names of calls.
         sequences: Number of groups of ranks that share a sequence.
 
     Attributes:
-        call: The current attention call.
-        scaled: Whether gradients of this call may be infinite.
+        call: Name of the current attention call.
+        scaled: Whether loss scaling may make gradients of this call infinite.
     """
 
     def __init__(self, groups: Groups, calls: Calls, sequences: int) -> None:
         self.groups, self.calls, self.sequences = groups, calls, sequences
         self.found: Finding | None = None
         self.call, self.scaled = "", False
-        self.engine: Any = None  # a weak reference
-        self.microbatches = self.forwards = 0  # backwards of this step; forwards of patched models
+        self.engine: Any = None  # weak reference
+        self.microbatches = self.forwards = 0  # numbers of backwards in this step and of patched forwards
 
     def __deepcopy__(self, memo: dict) -> Finite:
-        return self  # of the SequenceParallel that a copied model shares
+        return self  # copied models share the SequenceParallel and its guard
 
     def look(self, what: str, how: str, x: object, advice: str, step: int = -1, sender: int | None = None) -> None:
-        """Record a tensor or a number that is not finite, unless something was found before.
+        """Record a tensor or number that is not finite, unless an earlier finding is already recorded.
 
         Args:
-            what: Its name. In an lse and in sinks, -inf is allowed.
-            how: A clause that says where it came from.
-            x: The tensor or number; anything else is ignored.
-            advice: A clause that says what to do.
-            step: As in `Finding`.
-            sender: As in `Finding`.
+            what: Name of the tensor or number. In an lse and in sinks, -inf is allowed.
+            how: Clause that states the origin of the numbers.
+            x: Tensor or number to check; any other object is ignored.
+            advice: Clause that states the remedy.
+            step: Program step, stored in the `Finding`.
+            sender: Global rank that sent the numbers, stored in the `Finding`.
         """
         negative = what.split(" of ")[0].endswith(("lse", "sinks"))
         if not (self.found or self.scaled) and (numbers := not_finite(x, negative)):
             self.found = Finding(step, f"{what}, {how}", advice, numbers, sender)
 
     def agree(self, group: Group, step: int | None = None, later: bool = False) -> None:
-        """Raise the findings since the last comparison, on all ranks of a group. Collective over the group.
+        """Raise the findings since the last comparison on all ranks of a group.
+
+        All ranks of the group must call this function.
 
         Args:
-            group: The group; None for this rank alone.
-            step: The number of the optimizer step that has just ended, if any.
-            later: Only determine the first finding, and leave it to a comparison in a larger group to raise it.
+            group: Group of ranks that compare; None for a single rank.
+            step: Number of the optimizer step that has just ended, if any.
+            later: Whether to keep the first finding for a comparison in a larger group instead of raising an error.
         """
         self.scaled = False
         if not assert_ranks_agree(group, NAME, None, number=int(self.found is not None)):
@@ -117,20 +119,20 @@ class Finite(Guard):
         raise_difference(group, [Entry.of(NAME, None)], error if dist.get_rank() == ranks[0] else None)
 
     def when(self) -> str:
-        """Return a clause that names the optimizer step and the micro-batch, if known."""
+        """Return a clause that names the optimizer step and micro-batch, or the model's forward, if known."""
         if self.engine is not None and (engine := self.engine()) is not None:
             return f", in step {engine.global_steps + 1}, micro-batch {self.microbatches + 1}"
         return f", in forward {self.forwards} of the model" if self.forwards else ""
 
     @contextlib.contextmanager
     def around(self, call: GuardedCall) -> Iterator[None]:
-        """Check the inputs of an attention call, and agree on the findings when it ends."""
+        """Check the inputs of an attention call, and agree on findings at the end of the call."""
         if not call.operands:
             yield
             return
         is_forward, dtypes = call.direction == "forward", [getattr(x, "dtype", None) for x in call.operands.values()]
         self.call = f"{call.title} (call {self.calls.count})" if is_forward else self.calls.name_of_current()
-        # fp16's loss scaling makes inf in backward, and leaves the step out
+        # fp16 loss scaling produces inf in backward and skips the step
         self.scaled = compat.graph_task() >= 0 and torch.float16 in dtypes
         for name, x in call.operands.items():
             self.look(f"{name} of {self.call}", "which came in", x, "see what made it")
@@ -138,18 +140,22 @@ class Finite(Guard):
         self.agree_on_call()
 
     def agree_on_call(self) -> None:
-        """Raise the findings of the sequence's ranks on all of them. Collective over these ranks. In training, an
-        engine raises them on the ranks of all sequences, before or after its backward.
+        """Agree on findings at the end of a call.
+
+        All ranks that share the sequence must call this function. An engine that trains on several sequences raises
+        findings on the ranks of all sequences, before or after its backward. Without such an engine, findings are
+        raised at the end of the call.
         """
         trains = torch.is_grad_enabled() or compat.graph_task() >= 0
         self.agree(self.groups.control, later=trains and self.engine is not None and self.sequences > 1)
 
     def watch_gradients(self, model: torch.nn.Module) -> list[RemovableHandle]:
-        """Check each gradient twice: after its parameter's backward has made it, and after hooks have changed it and it
-        was added to the existing gradient. After that, gradients are summed over ranks.
+        """Check each gradient right after its parameter's backward, and again after hooks and accumulation.
+
+        Gradients are summed over ranks only after both checks.
 
         Returns:
-            The hooks.
+            Handles of the installed hooks.
         """
         handles: list[RemovableHandle] = []
         for name, parameter in model.named_parameters():
@@ -160,8 +166,8 @@ class Finite(Guard):
         return handles
 
     def look_at_made(self, what: str, gradient: Tensor, by: str = "its backward") -> None:
-        """Check the gradient of `what`, which `by` has made."""
-        if gradient.dtype != torch.float16:  # whose loss scaling makes inf, and leaves the step out
+        """Check the gradient of `what` that `by` computed."""
+        if gradient.dtype != torch.float16:  # fp16 loss scaling produces inf and skips the step
             self.look(f"the gradient of {what}", f"which {by} made", gradient, "see the size of what it is made of")
 
     def _look_after_hooks(self, name: str, parameter: Tensor) -> None:
@@ -170,10 +176,10 @@ class Finite(Guard):
             self.look(f"the gradient of {name}", "though its backward made finite numbers", gradient, advice)
 
     def around_engine(self, engine: Any, world: Group) -> dict[str, Callable[..., Any]]:
-        """Check an engine's losses, gradients and optimizer states, and compare gradient norms.
+        """Check an engine's losses, gradients and optimizer states, and compare gradient norms across ranks.
 
         Returns:
-            Method -> the function that runs around it. Collective over the world.
+            Wrappers of engine methods, by method name. All ranks of the job must call each wrapper.
         """
         self.engine = weakref.ref(engine)
 
@@ -181,7 +187,7 @@ class Finite(Guard):
             self.look("the loss", "which came into backward", loss, "see what computes it")
             self.agree(world)
             result = backward(loss, *args, **kwargs)
-            self.agree(world)  # before the sum of all ranks' gradients is looked at
+            self.agree(world)  # before the gradients summed over ranks are checked
             if engine.is_gradient_accumulation_boundary():
                 self._look_at_sums(engine, SUMMED, f"see {LINKS}")
                 self.agree(world)
@@ -209,8 +215,8 @@ class Finite(Guard):
         return {"backward": checked_backward, "step": checked_step}
 
     def _look_at_sums(self, engine: Any, how: str, advice: str) -> None:
-        """Check the gradients after the sum over ranks."""
-        if engine.fp16_enabled():  # whose loss scaling makes inf, and leaves such steps out
+        """Check gradients after they are summed over ranks."""
+        if engine.fp16_enabled():  # fp16 loss scaling produces inf and skips such steps
             return
         for x in compat.tree_leaves(getattr(engine.optimizer, compat.SUMMED, None)):
             self.look("a gradient that ZeRO has summed", how, x, advice)
@@ -223,7 +229,7 @@ class Finite(Guard):
                 self.look(f"{name} of the optimizer's state", when, x, "see the checkpoint or code that has set it")
 
     def _compare_norms(self, norm: Any, number: int, world: Group) -> None:
-        if norm is None:  # nobody asked for it
+        if norm is None:  # the engine has not computed the norm
             return
         norm = float(norm)
         norms = torch.tensor([x for _, x in all_gather_objects(world, ("gradient norm", norm))], dtype=torch.float64)
@@ -233,14 +239,15 @@ class Finite(Guard):
 
 
 def not_finite(x: object, negative: bool = False) -> str:
-    """Describe the non-finite elements of a tensor or a number; "" if all are finite.
+    """Describe the non-finite elements of a tensor or number, or return "" if all elements are finite.
 
     Args:
+        x: Tensor or number to check; any other object counts as finite.
         negative: Whether -inf counts as finite.
     """
     if isinstance(x, int | float):
         return "" if math.isfinite(x) else str(x)
-    plain = isinstance(x, Tensor) and type(x) in (Tensor, torch.nn.Parameter)  # others may communicate
+    plain = isinstance(x, Tensor) and type(x) in (Tensor, torch.nn.Parameter)  # subclasses may communicate
     if not isinstance(x, Tensor) or not plain or not x.is_floating_point() or x.is_meta:
         return ""
     wrong = ~x.detach().isfinite()
@@ -251,11 +258,11 @@ def not_finite(x: object, negative: bool = False) -> str:
 
 
 class LooksAtWalks(Observer):
-    """Checks the tensors that arrive in a walk, and the results of each instruction."""
+    """Observer that checks the tensors received while a plan runs, and the results of each instruction."""
 
     def __init__(self, finite: Finite) -> None:
         self.finite = finite
-        self.started: dict[int, op.Started] = {}  # the instructions that started transfers, by ticket
+        self.started: dict[int, op.Started] = {}  # instructions that started transfers, by ticket
 
     def end(self, walk: Walk, results: list[Tensor] | None) -> None:
         self.started.clear()
@@ -280,7 +287,7 @@ def _fields(walk: Walk, kind: str) -> list[str]:
 
 
 def _arrived(walk: Walk, started: op.Started) -> Iterator[tuple[int, str, Tensor]]:
-    """Yield the sender's global rank, the name and the tensor of everything that arrived from other ranks."""
+    """Yield the sender's global rank, the name and the tensor of each item received from other ranks."""
     groups = cast(TorchComm, walk.comm).groups
     if isinstance(started, op.ExchangeStart):
         sizes = walk.bound.exchange_sizes(started.exchange)
@@ -290,7 +297,7 @@ def _arrived(walk: Walk, started: op.Started) -> Iterator[tuple[int, str, Tensor
         return
     if isinstance(started, op.Post):
         units = [(t.peer, t.unit, walk.buffers.tensors(t.slot, t.unit)) for t in started.receives]
-    else:  # of an all-gather each rank's block, of an all-to-all the partial results of this rank's
+    else:  # an all-gather receives every rank's block, an all-to-all receives partial results of this rank's block
         kind, key_of, local = started.collective.kind, started.collective.key_of, walk.program.rank
         gathers = isinstance(started, op.GatherStart)
         ranks = [rank for rank in walk.comm.order(started.ranks) if gathers or rank != local]
@@ -303,7 +310,7 @@ def _arrived(walk: Walk, started: op.Started) -> Iterator[tuple[int, str, Tensor
 
 
 def _made(walk: Walk, instruction: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the tensor of every result of an instruction."""
+    """Yield the name and the tensor of each result of an instruction."""
     label = label_of(instruction)
     if isinstance(instruction, op.Finish):
         names = [name for kind in ACCUMULATORS[walk.program.direction] for name in _fields(walk, kind)]

@@ -1,7 +1,8 @@
-"""The network interface of gloo's groups, in jobs that otherwise use NCCL.
+"""Choose the network interface of gloo groups in jobs that otherwise use NCCL.
 
-Gloo uses the address that the host name resolves to. On many Linux systems that is 127.0.1.1, which other hosts cannot
-reach. NCCL inspects interfaces instead, so its users see this problem only in groups for CPU tensors.
+Gloo uses the address that the host name resolves to. On many Linux systems, the host name resolves to 127.0.1.1, which
+other hosts cannot reach. NCCL inspects interfaces instead, so NCCL users see this problem only in groups for CPU
+tensors.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from ..base.errors import CommunicationError
 from ..base.hosts import host_name
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # environment variables
-PORT = 9  # no packet is sent to it
+PORT = 9  # no packet is sent to this port
 ADDRESS_OF_INTERFACE = 0x8915  # Linux's SIOCGIFADDR
 
 
 @contextlib.contextmanager
 def gloo_meets_hosts() -> Iterator[None]:
-    """Context manager in which gloo's groups are made on an interface that other hosts can reach.
+    """Context manager in which new gloo groups use an interface that other hosts can reach.
 
-    Gloo reads the interface from the environment for each new group. The variable is restored afterwards, so other
-    groups and child processes are not affected. Collective over all ranks.
+    Gloo reads the interface from an environment variable for each new group. The environment variable is restored
+    afterwards, so that other groups and child processes are not affected. All ranks must enter the context.
 
     Raises:
-        CommunicationError: Ranks cannot connect.
+        CommunicationError: If ranks cannot connect.
     """
     world = compat.default_group()
-    if world not in _found:  # on ranks for which the variable is set too, as others may lack it
+    if world not in _found:  # also if the variable is set here, since other ranks may lack it
         _found[world] = _interface(compat.default_store(), world.size())
     interface = None if GLOO in os.environ else _found[world]
     if interface is not None:
@@ -53,15 +54,16 @@ def gloo_meets_hosts() -> Iterator[None]:
             del os.environ[GLOO]
 
 
-_found: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = weakref.WeakKeyDictionary()  # of all ranks' group
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = (
+    weakref.WeakKeyDictionary()
+)  # interface by world group
 
 
 def _interface(store: dist.Store, ranks: int) -> str | None:
-    """Return the interface that connects the hosts; None on a single host, or if it is unknown. Collective over all
-    ranks.
+    """Return the interface that connects the hosts, or None for a single host or an unknown interface.
 
-    It is NCCL's interface, if that is set to one name. Otherwise it is the interface for packets to the first rank's
-    host or, on that host, for packets to another host.
+    An interface that is named by NCCL's setting is preferred. If NCCL names no single interface, the route to the first
+    rank's host or, on that host, to another host determines the interface. All ranks must call this function.
     """
     store, is_first = dist.PrefixStore("ds_seqpar/hosts", store), dist.get_rank() == 0
     if is_first:
@@ -83,7 +85,7 @@ def _interface(store: dist.Store, ranks: int) -> str | None:
 
 
 def _address_towards(host: str) -> str:
-    """Return this host's address in packets to another host; "" if there is no route."""
+    """Return this host's source address for packets to another host, or "" if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect((host, PORT))
         return str(probe.getsockname()[0])
@@ -91,7 +93,7 @@ def _address_towards(host: str) -> str:
 
 
 def _address_of(interface: str) -> str:
-    from fcntl import ioctl  # here: Windows has none
+    from fcntl import ioctl  # imported here because Windows has no fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, contextlib.suppress(OSError):
         found = ioctl(asked.fileno(), ADDRESS_OF_INTERFACE, struct.pack("256s", interface.encode()[:15]))

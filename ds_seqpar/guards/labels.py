@@ -1,4 +1,4 @@
-"""Labels for each instruction in a profiler's trace, with the names used in the plan."""
+"""Label each instruction in a profiler's trace with the names used in the plan."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..core.runtime.walk import Observer, Walk
 
 
 class Labels(Observer):
-    """While a profiler is on, gives each instruction a label in its trace, inside the program's label."""
+    """Observer that labels each instruction in the trace of a running profiler, inside the label of the program."""
 
     def begin(self, walk: Walk) -> bool:
         if not profiling.is_on():
             return False
         program, self.labels, self.spans = walk.program, iter(labels_of(walk.bound)), contextlib.ExitStack()
-        self.span = contextlib.ExitStack()  # of the instruction
+        self.span = contextlib.ExitStack()  # span of the instruction
         self.spans.enter_context(
             profiling.span(f"{program.name} {program.direction}, CP rank {program.rank} of {program.size}")
         )
@@ -34,14 +34,15 @@ class Labels(Observer):
         self.span.close()
 
     def end(self, walk: Walk, results: list[Tensor] | None) -> None:
-        self.span.close()  # open where the instruction has raised
+        self.span.close()  # still open if the instruction raised an error
         self.spans.close()
 
 
 def labels_of(bound: BoundProgram) -> list[str]:
-    """Return the label of each instruction: its step, its operation, the ranks involved, and the bytes moved. For a
-    message these are the bytes that this rank sends or receives, for a collective the bytes that it receives. Messages
-    are between CP ranks: "kv(3):3>0 4096 B" is sent from rank 3 to rank 0.
+    """Return the label of each instruction: step, operation, ranks involved and bytes moved.
+
+    The label of a message contains the bytes that this rank sends or receives, and the label of a collective the bytes
+    that this rank receives. Message labels name CP ranks: "kv(3):3>0 4096 B" is sent from rank 3 to rank 0.
     """
     labels, started = [], dict[int, str]()  # by ticket
     for instruction in bound.program.code:

@@ -1,7 +1,7 @@
-"""Find why ranks differ and what to do, from the fields that they compared: `advice` of `assert_ranks_agree`.
+"""Explain differences between ranks from the fields that they compared, as `advice` for `assert_ranks_agree`.
 
-Each function takes rank -> fields for ranks that differ, and returns a clause of a sentence, or "" if the cause is
-unknown.
+Each function receives the fields of the ranks that differ, and returns a clause with the cause and the remedy, or "" if
+the cause is unknown.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ..base.fingerprint import Fields
 from .agreement import differing
 
 SAMPLES = ("input_ids", "inputs_embeds", "labels")
-KEPT = "attention to kept keys"  # the operator of `cache_attention`
+KEPT = "attention to kept keys"  # operator name of `cache_attention`
 PLACEMENT = "give attention mask=placement.mask and shards=placement.shards of its batch's placement on every rank"
 
 
 def of_batches(by_rank: Mapping[int, Fields], began: bool = False) -> str:
-    """Return the cause if ranks of a sequence hold different samples, in the same number of batches and columns.
+    """Return the cause if ranks of a sequence have different samples, in the same number of batches and columns.
 
     Args:
-        by_rank: rank -> its fields.
-        began: whether the ranks have made calls together before; one of them may then have skipped a step.
+        by_rank: Fields of each rank.
+        began: Whether ranks have already made calls together, so that one of the ranks may have skipped a step.
     """
     names = differing(by_rank)
     same_columns = all(name in fields for name in names for fields in by_rank.values())
@@ -49,16 +49,14 @@ def of_batches(by_rank: Mapping[int, Fields], began: bool = False) -> str:
     return f"{deviating} has other samples than the rest, as from another seed or data set: {remedy}"
 
 
-WEIGHT = "mean size of "  # prefix of the fields of weights in training; a parameter's name follows
-RANDOM = "random numbers"  # the field of random states with which ranks drew for whole tensors
-# allowed relative difference of weights: rounding differs between types of devices, even with the same gradients
+WEIGHT = "mean size of "  # prefix of weight fields in training, followed by a parameter name
+RANDOM = "random numbers"  # field with the random states used to draw for whole tensors
+# allowed relative difference of weights, since rounding differs between device types even for equal gradients
 ROUNDING = 1e-4
 
 
 def of_models(by_rank: Mapping[int, Fields]) -> str | None:
-    """Return the cause if ranks have different weights or placements in a sharded forward. Returns None if weights
-    differ only by rounding.
-    """
+    """Return the cause if weights or placements differ in a sharded forward, or None if only rounding differs."""
     names = differing(by_rank)
     if names and all(name.startswith(WEIGHT) for name in names):
         weights = [[float(fields[name]) for fields in by_rank.values()] for name in names]
@@ -85,16 +83,16 @@ def of_models(by_rank: Mapping[int, Fields]) -> str | None:
 
 
 def of_kernels(by_rank: Mapping[int, Fields]) -> str:
-    """Return the cause if configurations are the same but ranks would choose different kernels."""
+    """Return the cause if ranks have the same configuration but would choose different kernels."""
     if not all(name.startswith("kernels ") for name in differing(by_rank)):
         return ""
     return 'they have other kernels: install the same packages, or name a "kernel"'
 
 
 def of_attention(by_rank: Mapping[int, Fields]) -> str:
-    """Return the cause if a call of attention omitted its batch's placement or has another batch's."""
+    """Return the cause if an attention call omits its batch's placement or receives another batch's placement."""
     names, has_shards = differing(by_rank), ["shards" in fields for fields in by_rank.values()]
-    if any(KEPT in fields.get("operator", "") for fields in by_rank.values()):  # which has no placement
+    if any(KEPT in fields.get("operator", "") for fields in by_rank.values()):  # `cache_attention` takes no placement
         return ""
     if any(has_shards) and {"shards", "mask"} & set(names):
         return f"a placement {'belongs to another batch' if all(has_shards) else 'was left out'}: {PLACEMENT}"

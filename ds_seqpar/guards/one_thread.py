@@ -1,6 +1,7 @@
-"""One thread of a process communicates, for all its SequenceParallels.
+"""Restrict communication to one thread of a process, for all SequenceParallel objects.
 
-With two threads, ranks could pair a call in one with a call in the other, since their order differs between ranks.
+With two threads, ranks could pair a call of one thread with a call of the other thread, because thread order differs
+between ranks.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import threading
 from ..base import compat
 from ..base.errors import ConfigError
 
-_bound: threading.Thread | None = None  # the thread that may communicate, of all objects of the process
+_bound: threading.Thread | None = None  # the only thread that may communicate, for all objects of the process
 
 
 def bind_thread() -> None:
-    """Make the current thread the only one that may communicate."""
+    """Restrict communication to the current thread."""
     global _bound
     _bound = threading.current_thread()
 
@@ -24,7 +25,7 @@ def bound_thread() -> threading.Thread | None:
 
 
 def check_thread() -> None:
-    """Raise ConfigError in any other thread, except autograd's threads, which run backward on a device."""
+    """Raise ConfigError outside the bound thread, except in autograd threads, which run backward on a device."""
     current = threading.current_thread()
     if _bound not in (None, current) and not compat.is_autograd_thread(current):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Explain an out-of-memory error in one sentence: where it occurred, how much was requested, and what saves memory.
+"""Explain an out-of-memory error in one sentence that states the place, the requested amount and possible savings.
 
-Nothing is recorded while ranks train: the place is read from the error's traceback.
+No state is recorded during training, because the failing module is read from the error's traceback.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ GIB = 2**30
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 WANTED = re.compile(rf"allocate ([\d.]+) ({'|'.join(UNITS)})")
 DEVICE = re.compile(r"total capacity of ([\d.]+ \wiB) of which ([\d.]+ \wiB) is free")
-# returns a clause about the job's memory; set where a model is prepared for training
+# returns a clause about the job's memory; replaced when a model is prepared for training
 advise: Callable[[], str] = str
 ADVICE = "gradient checkpointing, mlp_tiles, loss_tiles, head_chunks and a larger size save memory"
 
 
 def explain(error: BaseException, rank: int) -> BaseException:
-    """Replace the message of an out-of-memory error with our sentence, and return the error."""
+    """Replace the message of an out-of-memory error with a one-sentence explanation, and return the error."""
     text, place = str(error), place_of(error.__traceback__)
     try:
         advice = advise()
@@ -33,7 +33,7 @@ def explain(error: BaseException, rank: int) -> BaseException:
         advice = ""
     where = f" in {place}" if place else ""
     error.args = (f"rank {rank} ran out of memory{where}: {_amounts(text)}; {advice or ADVICE}",)
-    error.__notes__ = []  # a program's steps, which would follow the sentence
+    error.__notes__ = []  # notes about program steps would follow the sentence
     return error
 
 
@@ -50,7 +50,7 @@ def _amounts(text: str) -> str:
 
 
 def place_of(trace: TracebackType | None) -> str:
-    """Return what a rank was doing, from a traceback: "forward of layer 3 (LlamaMLP)"; "" if it was not training."""
+    """Return the running phase and module, such as "forward of layer 3 (LlamaMLP)", or "" outside training."""
     phase, modules = "", list[nn.Module]()
     while trace is not None:
         name, owner = trace.tb_frame.f_code.co_name, trace.tb_frame.f_locals.get("self")
@@ -63,5 +63,5 @@ def place_of(trace: TracebackType | None) -> str:
             modules.append(owner)
         trace = trace.tb_next
     numbers = [{str(x.layer_idx) for x in module.modules() if hasattr(x, "layer_idx")} for module in modules]
-    layer = next((f" of layer {min(found)}" for found in numbers if len(found) == 1), "")  # not those of whole models
+    layer = next((f" of layer {min(found)}" for found in numbers if len(found) == 1), "")  # skips whole models
     return phase + layer + (f" ({type(modules[-1]).__name__})" if modules else "")

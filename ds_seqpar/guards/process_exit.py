@@ -1,17 +1,17 @@
-"""The end of a rank: which rank prints an error that many raise, and what the interpreter waits for.
+"""Print an error only once if several ranks raise it, and keep the process from aborting at exit.
 
-If every rank printed the error, its sentence would be lost among copies and library frames. So the first rank that does
-not catch it writes it into the store, and prints it with the frames of the user's own files, the sentence last. Ranks
-that raise the same error, or lose a connection because of it, wait until it is printed and print nothing. If their
-stderr goes elsewhere, they name the rank that prints it. While ranks cannot communicate yet, rank 0 prints the whole
-error, and other ranks print their sentence. Callers that catch the error receive it whole on every rank. An excepthook
-does this; it calls the previous hook. DS_SEQPAR_TRACEBACK=full keeps all frames. torchrun's summary quotes the
-sentence.
+If every rank printed the error, its message would be lost among copies and library frames. The first rank that does not
+catch the error therefore writes it to the store, and prints the frames of the user's own files, followed by the
+message. Ranks that raise the same error, or lose a connection because of the error, wait until the error is printed and
+print nothing. A rank with a different stderr prints a reference to the rank that prints the error. Before ranks can
+communicate, rank 0 prints the whole error, and other ranks print only the message. A caller that catches the error
+receives the complete error on every rank. Errors are printed by an excepthook, which calls the previous hook.
+DS_SEQPAR_TRACEBACK=full keeps all frames. torchrun's summary quotes the error message.
 
-Gloo's threads need the interpreter's lock to drop the tensors of finished operations. If a thread waits for the lock
-when the interpreter ends, the process aborts regardless of its exit code: "terminate called without an active
-exception", with torch 2.13. Destroying groups would not help: a group's threads are joined only when nothing refers to
-the group, and DeepSpeed keeps its own groups.
+Gloo's threads need the interpreter's lock to release the tensors of finished operations. If a thread waits for the lock
+when the interpreter ends, the process aborts regardless of its exit code. With torch 2.13, an aborting process prints
+"terminate called without an active exception". Destroying groups would not help, because a group's threads are joined
+only when nothing refers to the group, and DeepSpeed keeps its own groups.
 """
 
 from __future__ import annotations
@@ -39,44 +39,46 @@ from ..base.log import log_once
 from .out_of_memory import explain
 
 Returned = TypeVar("Returned")
-# how long other ranks wait for the one that prints; a launcher ends all ranks after the first
+# time that other ranks wait for the printing rank; a launcher ends all ranks after the first has ended
 PRINT_TIMEOUT = timedelta(seconds=5)
-EXIT_TIMEOUT = 0.2  # seconds from the end of a process's connections to its own
+EXIT_TIMEOUT = 0.2  # seconds between the end of a process's connections and the end of the process
 LOST = re.compile(
     r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError|another rank ended|"
-    r"has ended \(process",  # in a report of the watchdog's
+    r"has ended \(process",  # in a watchdog report
     re.IGNORECASE,
 )
 NO_MEMORY = re.compile(r"out of memory|can.?t allocate memory|cannot allocate memory|ALLOC_FAILED", re.IGNORECASE)
-# folders of files that are not the user's: Python's, installed packages', and ours
+# folders of library files: Python, installed packages and ds_seqpar
 LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 LIBRARIES.add(os.path.dirname(os.path.dirname(__file__)) + os.sep)
-# in the store: the first error that ended a rank; whether it was printed; before a rank's number, its host and process
+# store keys: first error that ended a rank, whether the error was printed, and prefix for each rank's host and process
 ENDED, PRINTED, WHERE = "ds_seqpar/ended", "ds_seqpar/printed", "ds_seqpar/where/"
 
 
 class Ended(NamedTuple):
-    """The first error that ended a rank."""
+    """First error that ended a rank."""
 
-    rank: int  # global
-    place: str  # where it is printed
+    rank: int  # global rank
+    place: str  # stderr on which the error is printed
     sentence: str
 
     def tells_of(self, other: Ended) -> bool:
-        """Return whether both errors are the same or one quotes the other."""
+        """Return whether both errors are the same or one error quotes the other."""
         (_, _, own), (_, _, others) = self.sentence.partition(": "), other.sentence.partition(": ")
         return own in others or others in own
 
 
 def ended() -> Ended | None:
-    """Return the first error that ended a rank; None if there was none, or if the store has ended too."""
+    """Return the first error that ended a rank, or None if there is no such error or the store has ended."""
     text = ask_store(lambda store: store.get(ENDED) if store.check([ENDED]) else None)
     return Ended(*json.loads(text)) if text else None
 
 
 def _print(before: Callable, kind: type, error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error, unless another rank does. The launcher may end all ranks as soon as one has ended. If torch lost
-    a connection, for example in DDP's broadcast or a user's collective, the message uses our wording.
+    """Print an error unless another rank prints the error.
+
+    A launcher may end all ranks as soon as one rank has ended. If torch lost a connection, for example in DDP's
+    broadcast or a user's collective, the error is printed with our own message.
     """
     ours, lost, is_up = isinstance(error, SeqParError), is_lost(error), dist.is_initialized()
     if not isinstance(error, Exception) or not (ours or is_up):
@@ -98,7 +100,7 @@ def _print(before: Callable, kind: type, error: BaseException, trace: TracebackT
         sys.stderr.flush()
         if first == own:
             ask_store(lambda store: store.set(PRINTED, ""))
-    elif not is_told:  # nobody knows which rank prints it whole
+    elif not is_told:  # unknown which rank prints the whole error
         print(f"[rank{rank}]: {own.sentence}", file=sys.stderr)
     elif first.place != own.place:
         print(f"[rank{rank}]: {type(error).__name__}, see rank {first.rank}", file=sys.stderr)
@@ -106,31 +108,31 @@ def _print(before: Callable, kind: type, error: BaseException, trace: TracebackT
 
 
 def print_once(error: SeqParError, line: str) -> None:
-    """Print a line for an error that ends the ranks, on the first rank that raises it."""
+    """Print a line for an error that ends the ranks, on the first rank that raises the error."""
     _print(lambda *_: print(line, file=sys.stderr), type(error), error, None)
 
 
 def _was_printed() -> bool:
-    """Return whether the first error is printed by now or soon; False if its rank has ended before that."""
+    """Return whether the first error is printed by now or soon, or False if its rank ended before printing."""
     return bool(ask_store(lambda store: store.wait([PRINTED], PRINT_TIMEOUT) or True))
 
 
-_store: Any = None  # a connection of its own to the job's store: another thread may block torch's
+_store: Any = None  # separate connection to the job's store, since another thread may block torch's
 
 
 def ask_store(ask: Callable[[Any], Returned]) -> Returned | None:
-    """Return the result of `ask` on the job's store; None if the store has ended with its rank or never existed."""
+    """Return the result of `ask` on the job's store, or None if the store has ended or never existed."""
     try:
         server = _store
         while hasattr(server, "underlying_store"):
             server = server.underlying_store
-        if hasattr(server, "host"):  # for each call to a server that has ended torch prints a stack of C++
+        if hasattr(server, "host"):  # torch prints a C++ stack for each call to a server that has ended
             with socket.create_connection((server.host, server.port), 1.0) as seen, contextlib.suppress(TimeoutError):
                 seen.settimeout(0.02)
-                seen.recv(1)  # one that is about to end closes this
+                seen.recv(1)  # a server that is about to end closes the connection
                 return None
         return None if _store is None else ask(_store)
-    except Exception:  # whatever a store raises whose process was killed, it must not hide the error
+    except Exception:  # an error of a killed store must not hide the original error
         return None
 
 
@@ -149,18 +151,19 @@ def _who_is_gone() -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether an error, ours or the backend's, means that another rank has closed its connection."""
+    """Return whether an error from our code or the backend means that another rank closed its connection."""
     return isinstance(error, RuntimeError) and bool(LOST.search(str(error)))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that memory could not be allocated, on a device or on the host."""
+    """Return whether an error means that memory could not be allocated on a device or on the host."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error))))
 
 
 def _shortened(error: BaseException) -> TracebackType | None:
-    """Return the error's traceback with only the frames of the user's files; its causes are shortened in the same way.
-    Our sentence already contains the backend's message about a lost connection.
+    """Return the error's traceback with only the frames of the user's files, and shorten its causes in the same way.
+
+    The cause of a CommunicationError is dropped, because our message already contains the backend's message.
     """
     if os.environ.get("DS_SEQPAR_TRACEBACK") == "full":
         return error.__traceback__
@@ -183,18 +186,18 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def is_of_library(frame: FrameType) -> bool:
-    """Return whether a frame is in a file that is not the user's."""
+    """Return whether a frame belongs to a library file."""
     return frame.f_code.co_filename.startswith((*LIBRARIES, "<frozen"))
 
 
 def _place_of_stderr() -> str:
-    """Return an identifier of stderr's file, pipe or terminal: the same for ranks that share it."""
+    """Return an identifier of stderr's file, pipe or terminal, which is equal for ranks that share stderr."""
     status = os.fstat(2)
     return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
 
 
 def _write_error_file(sentence: str, late: bool) -> None:
-    """Write this rank's file for torchrun's summary. late: whether other ranks' errors count as earlier."""
+    """Write this rank's error file for torchrun's summary; with `late`, errors of other ranks count as earlier."""
     message = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}
     with contextlib.suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "x") as file:
         json.dump({"message": {"message": sentence, "extraInfo": message}}, file)
@@ -203,17 +206,20 @@ def _write_error_file(sentence: str, late: bool) -> None:
 # ---- the end of the interpreter
 
 TASKS = "/proc/self/task"
-IDLE_TIMEOUT = 5.0  # seconds, after which a thread that never gets the processor is not waited for
+IDLE_TIMEOUT = 5.0  # maximum seconds to wait for a thread that never gets the processor
 
 
 def wait_at_exit() -> None:
-    """Let the process end only when gloo's threads are idle, and set the excepthook. Call it before communication."""
+    """Install the excepthook, and delay the end of the process until gloo's threads are idle.
+
+    Call `wait_at_exit` before any communication.
+    """
     global _store
     if not hasattr(sys.excepthook, "before"):
         hook: Any = functools.partial(_print, sys.excepthook)
         hook.before = sys.excepthook
         sys.excepthook = hook
-    with contextlib.suppress(RuntimeError, ValueError):  # there is no job yet, or its store has no other connection
+    with contextlib.suppress(RuntimeError, ValueError):  # there is no job yet, or its store cannot be cloned
         _store = compat.default_store().clone()
     here = json.dumps([socket.gethostname(), os.getpid()])
     ask_store(lambda store: store.set(f"{WHERE}{dist.get_rank()}", here))
@@ -221,18 +227,19 @@ def wait_at_exit() -> None:
         os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ):
-        log_once(  # it keeps the store, with addresses of ended ranks
+        log_once(  # the agent's store keeps the addresses of ended ranks
             "torchrun --max-restarts hangs or fails when it starts ranks again, for they find addresses of the ended "
             "ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and say --rdzv-backend c10d"
         )
-    atexit.unregister(wait_until_idle)  # once is enough, however many SequenceParallel there are
+    atexit.unregister(wait_until_idle)  # one registration serves all SequenceParallel objects
     atexit.register(wait_until_idle)
 
 
 def wait_until_idle() -> None:
-    """Return when no gloo thread has run or waited for the interpreter's lock for a while. It returns after
-    `IDLE_TIMEOUT` at the latest. A thread that waits for the lock wakes up every switch interval, which its counters
-    show, and gets the lock while this function sleeps.
+    """Return when no gloo thread has run or waited for the interpreter's lock for a while.
+
+    The function returns after `IDLE_TIMEOUT` at the latest. A thread that waits for the lock wakes up every switch
+    interval, which shows in its context-switch counters. A waiting thread receives the lock while this function sleeps.
     """
     deadline, previous = time.monotonic() + IDLE_TIMEOUT, None
     while os.path.isdir(TASKS) and time.monotonic() < deadline:  # Linux
@@ -250,15 +257,15 @@ def gone(store: Any, ranks: Iterable[int]) -> list[int]:
 
 
 def has_ended(host: str, process: int) -> bool:
-    """Return whether a process has ended; False if it is on another host or the system is not Linux."""
+    """Return whether a process has ended, or False if the process is on another host or the system is not Linux."""
     here = host == socket.gethostname() and os.path.isdir(TASKS)
     return here and state_of_thread(process, process)[:1] in ("", "Z")
 
 
 def state_of_thread(thread: object, process: object = "self", name: str = "") -> str:
-    """Return a thread's state, which begins with S if it sleeps, and how often it has left the processor.
+    """Return a thread's state, which begins with S if the thread sleeps, and its context-switch counts.
 
-    Returns "" if it has ended, has another name, or the system is not Linux.
+    The result is "" if the thread has ended or has another name, or if the system is not Linux.
     """
     try:
         with open(f"/proc/{process}/task/{thread}/status") as file:

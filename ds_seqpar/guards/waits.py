@@ -1,8 +1,8 @@
-"""Report long waits in communication, and explain communication that fails.
+"""Report long waits in communication, and explain failed communication.
 
-A long wait for other ranks is reported by a line on stderr, once for each kind of wait.
-A thread checks the current waits every second, and does nothing else while none is long. A wait costs a dict entry, and
-at each of its steps an attribute with the rank whose message it needs next.
+Each kind of long wait for other ranks is reported once, by a line on stderr. A thread checks the current waits every
+second and does nothing unless a wait is long. A wait costs one dict entry, and each step of a wait sets one attribute
+to the rank whose message is needed next.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..core.runtime.groups import timeout
 from ..core.runtime.transport import Communication
 from .process_exit import LOST, ended, is_out_of_memory
 
-PATIENCE = 60.0  # seconds, within which a long wait is reported
-CHECKS = 60  # of the current waits in that time
+PATIENCE = 60.0  # seconds until a long wait is reported
+CHECKS = 60  # number of checks within PATIENCE seconds
 TIMED_OUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
 DESTROYED = (
     "needs the process groups that its SequenceParallel was made with; they were destroyed with torch.distributed, "
@@ -32,22 +32,23 @@ DESTROYED = (
 
 
 def is_up(group: dist.ProcessGroup | None) -> bool:
-    """Whether torch still has the group (None: the group of all ranks); `destroy_process_group` removes it."""
+    """Return whether a group still exists in torch; None stands for the group of all ranks."""
     return dist.is_initialized() and (group is None or compat.is_known(group))
 
 
-class explaining_failure(Communication):  # a class, since a generator would cost time at every transfer
-    """A context that raises a failed communication as a CommunicationError.
+class explaining_failure(Communication):  # a class, because a generator would slow down every transfer
+    """Context manager that raises a failed communication as a CommunicationError.
 
-    The message distinguishes a rank that ended from a rank that did not take part; the backend's error is the cause.
-    Destroyed groups raise ConfigError. If the context takes long, a line on stderr says which rank is waited for.
+    The message distinguishes a rank that ended from a rank that did not take part. The backend's error becomes the
+    cause of the exception. If the group was destroyed, ConfigError is raised. If the body takes long, a line on stderr
+    names the rank that is waited for.
 
     Args:
-        what: what failed; the subject of the sentence.
-        group: the ranks that must take part; None for this rank alone.
+        what: Name of the communication, used as the subject of messages.
+        group: Ranks that must take part; None for a single rank.
 
     Attributes:
-        since: the time when the wait began.
+        since: Time when the wait began.
     """
 
     since = 0.0
@@ -85,7 +86,7 @@ class explaining_failure(Communication):  # a class, since a generator would cos
         )
 
     def whom(self) -> str:
-        """Return `rank 3`, `one of the 4 ranks up to rank 7`, or `another rank`, by global ranks."""
+        """Return "rank 3", "one of the 4 ranks up to rank 7", or "another rank", with global rank numbers."""
         if self.awaited is None or self.group is None:
             return "another rank"
         members, (last, count) = dist.get_process_group_ranks(self.group), self.awaited
@@ -93,11 +94,11 @@ class explaining_failure(Communication):  # a class, since a generator would cos
 
 
 def innermost() -> explaining_failure | None:
-    """Return the innermost current wait."""
+    """Return the innermost current wait, or None if there is none."""
     return next(reversed([*_now.values()]), None)
 
 
-_now: dict[int, explaining_failure] = {}  # the current waits, by id
+_now: dict[int, explaining_failure] = {}  # current waits by id
 _reported: set[str] = set()
 
 
@@ -112,7 +113,7 @@ def _watch() -> None:
         _report_long()
 
 
-def _report_long() -> None:  # in `_watch` its frame would refer to the last wait, and the wait's group, for ever
+def _report_long() -> None:  # a function of its own, since a frame of `_watch` would keep the last wait alive
     for wait in list(_now.values()):
         if time.monotonic() - wait.since >= PATIENCE * (1 - 1 / CHECKS) and wait.what not in _reported:
             _reported.add(wait.what)

@@ -1,15 +1,17 @@
-"""Detect ranks that wait too long for others, and write one report of what each rank does.
+"""Detect ranks that wait too long for other ranks, and report what each rank is doing.
 
-A thread on each rank looks at the thread that communicates, once a second or so. That thread waits for other ranks if
-it is in one of our `Wait`s, or if it is in a function of torch.distributed and has slept since the last look; Linux
-counts how often a thread leaves the processor. So ZeRO's collectives, barriers and accelerate's gathers are covered.
+A thread on each rank inspects the communicating thread about once a second. The communicating thread counts as waiting
+inside our own communication calls (`waits.explaining_failure`). A thread that has slept in a function of
+torch.distributed since the last inspection also counts as waiting. Linux's context-switch counters show whether a
+thread has slept. Waits in ZeRO's collectives, barriers and accelerate's gathers are therefore detected.
 
-A rank that has waited too long raises the alarm in the job's store. Every rank then writes its state there, whether it
-waits or not. The rank that raised the alarm combines the states, and all ranks read the result. The thread has its own
-connection to the store, since the main thread may block the other one.
+A rank that has waited too long sets an alarm in the job's store. Every rank then writes its state to the store, whether
+the rank is waiting or not. The rank that set the alarm combines the states into a report, which all ranks read. The
+watchdog thread has its own connection to the store, because the main thread may block the shared connection.
 
-torch does not notice a rank that ends while others make a group: they try to reach it until the group's timeout. So the
-second look at such a wait raises the alarm if a process on this host has ended.
+If a rank ends while other ranks create a process group, torch retries the connection until the group's timeout. During
+the creation of a group, the watchdog therefore sets the alarm at its second inspection if a process on this host has
+ended.
 """
 
 from __future__ import annotations
@@ -53,26 +55,26 @@ from . import process_exit, waits
 from .backward_order import Calls
 from .one_thread import bound_thread
 
-LEAST = 60.0  # seconds of waiting that "auto" calls too long
-TICK, FEW = 1.0, 1024  # seconds between two looks, in jobs of so many ranks or fewer
-ANSWER = 2.0  # seconds in which ranks write their states, once they have looked
-MOST_LAUNCHED = 4096  # walks on a device that are kept
-END = 30  # seconds after which a process that cannot print why it ends, ends all the same
-# functions in which a thread that sleeps waits for ranks: others', and the one that `_show_waits` makes
+LEAST = 60.0  # minimum seconds of waiting that "auto" reports
+TICK, FEW = 1.0, 1024  # seconds between inspections, in jobs with at most FEW ranks
+ANSWER = 2.0  # seconds for ranks to write their states after an inspection
+MOST_LAUNCHED = 4096  # maximum number of remembered plan executions
+END = 30  # seconds until a process ends even if it cannot print the reason
+# a thread that sleeps in these files waits for ranks; this file is included for the function in `_show_waits`
 WAITING = re.compile(rf"[/\\](torch[/\\]distributed|deepspeed[/\\]comm)[/\\]|^{re.escape(__file__)}$")
-BACKWARD = "_engine_run_backward"  # of DDP's buckets; on a device backward runs in threads of its own
-MAKING_A_GROUP = "_new_process_group_helper"  # of torch's, which does not sleep: it tries again to reach a rank
+BACKWARD = "_engine_run_backward"  # waits for DDP's buckets; on a device, backward runs in separate threads
+MAKING_A_GROUP = "_new_process_group_helper"  # torch function that retries connections instead of sleeping
 CLOSED = "has closed its last SequenceParallel, so nobody sees what it does"
 PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do"}
 
 
 class State(NamedTuple):
-    """What a rank does.
+    """Current activity of a rank.
 
     Attributes:
-        words: What it does, without its subject.
-        call: The call in which it waits; "" if it does not wait.
-        at: Its position in an attention call: the number of an instruction.
+        words: Description of the activity, without a subject.
+        call: Call in which the rank waits; "" if the rank does not wait.
+        at: Position in an attention call, as an instruction number.
     """
 
     words: str
@@ -81,9 +83,10 @@ class State(NamedTuple):
 
 
 def report(states: Mapping[int, State], seconds: float) -> tuple[str, str]:
-    """Return (lines for groups of ranks that do the same, a sentence that starts with the ranks waited for).
+    """Return report lines for groups of ranks in the same state, and a sentence that starts with the ranks waited for.
 
-    First come ranks that do not wait, then ranks in a call with few ranks, then ranks that are least far in a call.
+    Ranks that do not wait come first, followed by ranks in calls with few ranks. Within a call, the ranks with the
+    least progress come first.
     """
     calls = Counter(state.call for state in states.values())
     alike: dict[str, list[int]] = {}
@@ -101,21 +104,23 @@ def report(states: Mapping[int, State], seconds: float) -> tuple[str, str]:
 
 
 class Launched(NamedTuple):
-    """A walk that has ended on the host, but perhaps not on the device. It does not refer to any tensors."""
+    """Plan execution that has ended on the host, but perhaps not on the device. The record keeps no tensors alive."""
 
-    event: Any  # of the device, at its end
+    event: Any  # device event at the end of the execution
     program: Program
-    call: Any  # as `Calls.current` was
+    call: Any  # value of `Calls.current` at launch
     comm: Any
-    batches: list[Any]  # of each wait, the works of its messages; None: of a collective, whose work refers to tensors
+    batches: list[Any]  # works of each wait's messages; None for a collective, whose work refers to tensors
 
 
 class Watched(Observer):
-    """Keeps the watchdog running as long as a SequenceParallel holds it. The longest timeout applies.
+    """Registration of a SequenceParallel with the watchdog.
+
+    The watchdog runs as long as a registration exists, and uses the longest timeout of all registrations.
 
     Attributes:
-        walk: The current walk.
-        launched: Walks that are not known to have ended on the device, the oldest first.
+        walk: Current execution of a plan.
+        launched: Plan executions that may still run on the device, oldest first.
     """
 
     walk: Walk | None = None
@@ -145,8 +150,8 @@ class Watched(Observer):
         self.launched.append(Launched(event, program, self.calls.current, comm, batches))
 
     def oldest_open(self) -> Launched | None:
-        """Return the first walk that the device has not finished."""
-        with contextlib.suppress(RuntimeError):  # the device has failed, as its next user is told
+        """Return the oldest plan execution that the device has not finished, or None."""
+        with contextlib.suppress(RuntimeError):  # the device has failed, and its next use raises an error
             while self.launched and self.launched[0].event.query():
                 self.launched.popleft()
             return self.launched[0] if self.launched else None
@@ -157,14 +162,14 @@ _dog: _Watchdog | None = None
 
 
 def watch(config: SequenceParallelConfig, calls: Calls) -> list[Observer]:
-    """Watch this rank as long as the returned object is held. Call it once ranks can communicate."""
+    """Watch this rank as long as the returned objects are held. Call `watch` as soon as ranks can communicate."""
     global _dog
     if groups.all_ranks().size() == 1:
         return []
     if _dog is None or not (_dog.is_alive() and _dog.is_of_this_job()):
         try:
             _dog = _Watchdog()
-        except RuntimeError:  # as a store that is not torch's own
+        except RuntimeError:  # for example, a store that is not torch's own
             log_once("sequence_parallel.watchdog needs a store that can be cloned; this job's cannot, so none runs")
             return []
         _show_waits()
@@ -177,7 +182,7 @@ def watch(config: SequenceParallelConfig, calls: Calls) -> list[Observer]:
 
 @functools.cache
 def _show_waits() -> None:
-    """Make waits for torch's works and futures, which happen in C++, visible as frames of this file."""
+    """Make C++ waits for torch's works and futures visible as Python frames of this file."""
     for waited_for in (dist.Work, compat.Future):
 
         def wait(self: Any, *args: Any, of_torch: Any = waited_for.wait, **kwargs: Any) -> Any:
@@ -187,11 +192,11 @@ def _show_waits() -> None:
 
 
 class _Clock:
-    """How long the current wait has taken.
+    """Duration of the current wait.
 
     Attributes:
-        mark: Identifies the wait; None if there is none.
-        told: The wait that a report has described.
+        mark: Identifier of the wait; None if there is no wait.
+        told: Identifier of the last reported wait.
     """
 
     mark: Any = None
@@ -203,19 +208,19 @@ class _Clock:
         self.mark = mark
 
     def is_at(self, seconds: float) -> bool:
-        """Return whether the wait has taken this long and no report has described it."""
+        """Return whether the wait has lasted this long without being reported."""
         return self.seconds >= seconds and self.mark != self.told
 
 
 class _Watchdog(threading.Thread):
-    """The watchdog of one rank.
+    """Watchdog thread of one rank.
 
     Attributes:
-        users: The objects that keep it running.
-        near: The ranks of this host.
+        users: Registrations that keep the watchdog running.
+        near: Ranks on this host.
         number: Number of alarms in the job.
-        host: The wait of the thread that communicates.
-        device: The wait for the walk that the device must end next, if the host has ended that walk.
+        host: Current wait of the communicating thread.
+        device: Current wait for the oldest plan execution that has ended on the host but not on the device.
     """
 
     def __init__(self) -> None:
@@ -231,13 +236,13 @@ class _Watchdog(threading.Thread):
         return waits.is_up(None) and self.group() is groups.all_ranks()
 
     def stop(self) -> None:
-        """Make the thread leave the store before the interpreter ends; otherwise the process would abort."""
+        """Make the thread leave the store before the interpreter ends, since the process would otherwise abort."""
         self.at_exit.set()
         self.join(ANSWER)
 
     @property
     def seconds(self) -> float:
-        """How long a wait must take."""
+        """Seconds after which a wait is reported."""
         return max((user.seconds for user in self.users), default=LEAST)
 
     @property
@@ -245,8 +250,8 @@ class _Watchdog(threading.Thread):
         return min(max(TICK, self.world / FEW), self.seconds / 4)
 
     def run(self) -> None:
-        with contextlib.suppress(dist.DistError):  # the rank that has the store has ended, and nobody can be told
-            while self.store.check([self.key("alarm")]):  # those of an earlier job in this store
+        with contextlib.suppress(dist.DistError):  # the rank that hosts the store has ended, so no report is possible
+            while self.store.check([self.key("alarm")]):  # skip alarms of an earlier job in this store
                 self.number += 1
             while not self.at_exit.wait(self.tick) and self.is_of_this_job():
                 self.look()
@@ -256,7 +261,7 @@ class _Watchdog(threading.Thread):
 
     def look(self) -> None:
         now, seconds = time.monotonic(), self.seconds
-        passed = min(now - self.at, 2 * self.tick)  # a process that was stopped itself has not waited meanwhile
+        passed = min(now - self.at, 2 * self.tick)  # a stopped process was not waiting
         self.at = now
         self.host.look(_mark() if self.users else None, passed)
         self.device.look(next(filter(None, (user.oldest_open() for user in self.users)), None), passed)
@@ -269,14 +274,14 @@ class _Watchdog(threading.Thread):
             self.number += 1
 
     def limit(self) -> float:
-        """Return how long the current wait may take: "auto" allows more for groups with longer timeouts."""
+        """Return how long the current wait may take; with "auto", longer group timeouts allow longer waits."""
         wait, of_torch = waits.innermost(), (x.f_locals.get("group") for x in _frames()[:3])
         group = next((x for x in of_torch if isinstance(x, dist.ProcessGroup)), None) if wait is None else wait.group
         is_auto = any(user.is_auto for user in self.users)
         return max(self.seconds, groups.timeout(group).total_seconds() / 2) if is_auto else self.seconds
 
     def answer(self) -> None:
-        """Write this rank's state, and read the report of the rank that raised the alarm."""
+        """Write this rank's state, and read the report from the rank that set the alarm."""
         writer = int(self.store.get(self.key("alarm")))
         stuck = self.device.mark if self.device.seconds >= self.seconds / 2 else None
         walk = next((user.walk for user in self.users if user.walk is not None), None)
@@ -292,7 +297,7 @@ class _Watchdog(threading.Thread):
         try:
             self.store.wait([self.key("report")], timedelta(seconds=2 * (self.tick + ANSWER)))
         except RuntimeError:
-            return  # that rank was ended meanwhile
+            return  # the reporting rank has ended
         sentence = self.store.get(self.key("report")).decode()
         if self.users and all(user.ends for user in self.users):
             self.end(sentence)
@@ -300,7 +305,7 @@ class _Watchdog(threading.Thread):
             print(f"ds_seqpar: {sentence}", file=sys.stderr, flush=True)
 
     def wait_for_all(self, place: str) -> None:
-        """Wait, for a limited time, until all ranks have reached a stage of the report."""
+        """Wait for a limited time until all ranks have reached a stage of the report."""
         with contextlib.suppress(RuntimeError):
             keys = [self.key(place, rank) for rank in sorted({*range(self.world)} - {*self.gone()})]
             self.store.wait(keys, timedelta(seconds=self.tick + ANSWER))
@@ -320,12 +325,12 @@ class _Watchdog(threading.Thread):
         return State(f"{words} (process {pid} on {host})")
 
     def end(self, sentence: str) -> None:
-        """End the process with the report's sentence as its error. One rank prints it."""
+        """End the process with the report's sentence as its error, which one rank prints."""
         faulthandler.dump_traceback_later(END, exit=True)
-        for place in ("ready", "told"):  # all ranks know why connections are lost, before one is
-            with contextlib.suppress(RuntimeError):  # the rank that has the store did not wait for this one
+        for place in ("ready", "told"):  # all ranks receive the reason before any connection is lost
+            with contextlib.suppress(RuntimeError):  # the rank that hosts the store did not wait for this rank
                 self.store.set(self.key(place, self.rank), "")
-                if place == "ready" or self.rank == 0:  # which may have it, and ends last
+                if place == "ready" or self.rank == 0:  # rank 0 may host the store and ends last
                     self.wait_for_all(place)
             if place == "ready":
                 sys.excepthook(CommunicationError, CommunicationError(sentence), None)
@@ -334,25 +339,24 @@ class _Watchdog(threading.Thread):
 
 
 def _thread() -> threading.Thread:
-    """Return the thread that communicates."""
     return bound_thread() or threading.main_thread()
 
 
 def _frames() -> list[FrameType]:
-    """Return that thread's frames, the innermost first."""
+    """Return the frames of the communicating thread, innermost first."""
     frame = compat.frames_of_threads().get(_thread().ident or 0)
     return [] if frame is None else [frame for frame, _ in traceback.walk_stack(frame)]
 
 
 def _slept() -> str:
-    """Return that thread's state, as in `state_of_thread`."""
+    """Return the state of the communicating thread, in the format of `state_of_thread`."""
     thread = _thread()
-    # after os.fork() Python's native_id is still that of the parent's thread
+    # after os.fork(), Python's native_id still belongs to the parent's thread
     return process_exit.state_of_thread(os.getpid() if thread is threading.main_thread() else thread.native_id)
 
 
 def _mark() -> Any:
-    """Return an identifier of this rank's current wait; None if there is none."""
+    """Return an identifier of this rank's current wait, or None if the rank does not wait."""
     wait, frames = waits.innermost(), _frames()
     if wait is None and not _waits(frames):
         return None
@@ -366,7 +370,7 @@ def _makes_a_group(frames: list[FrameType]) -> bool:
 
 
 def _waits(frames: list[FrameType]) -> bool:
-    """Return whether a sleeping thread, at this place, waits for ranks in calls of other libraries."""
+    """Return whether a sleeping thread with these frames waits for ranks in calls of other libraries."""
     if not frames:
         return False
     code = frames[0].f_code
@@ -376,9 +380,9 @@ def _waits(frames: list[FrameType]) -> bool:
 
 
 def _state(walk: Walk | None, call: Any = None, stuck: Launched | None = None) -> State:
-    """Return what this rank does, within a walk of a call. stuck: a walk that its device does not finish."""
-    frames, wait = _frames(), waits.innermost()  # which go on meanwhile
-    if stuck is not None:  # which came before whatever the host does
+    """Return this rank's current state; `stuck` is a plan execution that the device does not finish."""
+    frames, wait = _frames(), waits.innermost()  # both may change meanwhile
+    if stuck is not None:  # launched before anything that the host does now
         return State(_on_device(stuck), "a walk on the device")
     if not frames:
         return State("has ended the thread that communicates")
@@ -386,13 +390,13 @@ def _state(walk: Walk | None, call: Any = None, stuck: Launched | None = None) -
     line = f"{os.path.basename(user.f_code.co_filename)}:{user.f_lineno}, in {user.f_code.co_name}"
     place, at = "" if call is None else f", {call.place}", 0 if walk is None else walk.at
     if walk is not None:
-        step = walk.program.code[: at + 1][-1].step  # after the last instruction the results are joined
+        step = walk.program.code[: at + 1][-1].step  # `at` is past the last instruction while results are joined
         place = f" at step {step} of {walk.program.name} {walk.program.direction}{place}"
     if wait is not None:
         return State(f"waits in {wait.what}{place} for {wait.whom()} ({line})", wait.what, at)
     if _waits(frames):
         inside = itertools.takewhile(lambda x: WAITING.search(x.f_code.co_filename), frames)
-        names = [x.f_code.co_name for x in inside if "wrapper" not in x.f_code.co_name]  # no decorators
+        names = [x.f_code.co_name for x in inside if "wrapper" not in x.f_code.co_name]  # skips decorators
         what = f"{names[-1] if names else 'backward'} ({line})"
         return State(f"waits in {what}", what, at)
     function = f"{frames[0].f_globals.get('__name__')}.{frames[0].f_code.co_name}"
@@ -401,12 +405,12 @@ def _state(walk: Walk | None, call: Any = None, stuck: Launched | None = None) -
 
 
 def _on_device(stuck: Launched) -> str:
-    """Describe a rank whose device is in a walk: what it waits for, and from which ranks."""
+    """Describe what a stuck device waits for, and from which ranks."""
     program, of_call = stuck.program, "" if stuck.call is None else f", {stuck.call.place}"
     at = [x for x in program.code if isinstance(x, op.Wait)]
     ended = [number for number, works in enumerate(stuck.batches, 1) if works and all(x.is_completed() for x in works)]
     comm, first, place = stuck.comm, max(ended, default=0), f"{program.name} {program.direction}{of_call}"
-    if first == len(at):  # it waits for nobody
+    if first == len(at):  # no message is missing
         return f"has a device that does not end {place}"
     begun = next(x for x in program.code if isinstance(x, op.Started) and x.ticket == at[first].ticket)
     if isinstance(begun, op.Post):

@@ -1,1 +1,1 @@
-"""The choice of "auto" settings and the cost of a step. Loaded only for such settings or by a command."""
+"""Choice of "auto" settings and cost estimates, imported only for "auto" settings or by a command."""

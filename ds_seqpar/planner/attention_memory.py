@@ -1,5 +1,7 @@
-"""The memory that a layer's attention takes on a rank: with all heads at once, or in head chunks that include their
-projections. Does not import torch."""
+"""Memory of one layer's attention on a rank, with all heads at once or in head chunks.
+
+Head chunks include their projections. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,13 @@ from ..core.settings import SequenceParallelConfig
 from ..operators.segments import COLUMNS
 from .request import Index, TrainingStep
 
-# cached, since memory settings, head chunks included, do not change the programs of CP ranks
+# cached, since memory settings, including head chunks, do not change the programs of CP ranks
 compiler_of = functools.lru_cache(maxsize=256)(Compiler)
-TURNS = 16  # length of a ring from which on two more ranks never change the memory of attention on each
+TURNS = 16  # ring length above which two more ranks never change the memory of attention per rank
 
 
 def projecting_head_chunks(step: TrainingStep) -> int:
-    """Return the number of head chunks of a patched model whose projections run inside the head chunk; 1: all heads at
-    once."""
+    """Return the number of head chunks that run their own projections, or 1 if all heads run at once."""
     config, m = step.config, step.model
     if config.overlap or m.norms_heads:
         return 1
@@ -42,24 +43,26 @@ def projecting_head_chunks(step: TrainingStep) -> int:
 
 
 def workspace_of(step: TrainingStep) -> str:
-    """Return the kernel whose workspace counts, as in `KernelSupport`."""
+    """Return the kernel whose workspace is counted, as in `KernelSupport`."""
     return planned_kernel(step.config.kernel, step.dtype, step.model.head_dim, step.on_gpu)
 
 
 def tokens_on_rank(step: TrainingStep) -> int:
-    """Return the number of a sequence's tokens on a rank, padding included."""
+    """Return the number of tokens of a sequence on each rank, including padding."""
     share = multiple(step.config.layout, step.config.size, step.config.ulysses)
     return math.ceil(step.seq / share) * share // step.config.size
 
 
 def is_offloaded(step: TrainingStep) -> bool:
-    """Return whether checkpoints, with the attention results that they keep, are in host memory until backward."""
+    """Return whether checkpoints, including kept attention results, stay in host memory until backward."""
     return step.config.offload_checkpoints and step.checkpointing
 
 
 def attention_figures(step: TrainingStep) -> Figures:
-    """Return the memory of attention on the rank that needs the most. With head chunks it includes q, k, v and the
-    gradient of out of a head chunk, which then no other item of the layer includes.
+    """Return the memory of attention on the rank that needs the most memory.
+
+    With head chunks, the figures include q, k, v and the gradient of out for one head chunk, so no other item of the
+    layer includes these tensors.
     """
     if step.model.index is not None:
         return _index_figures(step, step.model.index)
@@ -77,11 +80,11 @@ def attention_figures(step: TrainingStep) -> Figures:
     chunk_figures = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True, workspace)
     width = tokens * step.batch * m.head_dim * ITEMSIZE[step.dtype]
     q, local = heads[0] * width, (heads[0] + 2 * kv_heads) * width
-    # offloaded: the results of one head chunk, which are prefetched; else those of all other head chunks
+    # offloaded: prefetched results of one head chunk; otherwise: results of all other head chunks
     other_head_chunks = chunk_figures.saved if is_offloaded(step) else (head_chunks - 1) * chunk_figures.saved
     in_backward = other_head_chunks
     if step.checkpointing and not is_offloaded(step) and not kept.qkv:
-        # before the first head chunk is done there is no gradient of the input yet; after it delta and lse replace out
+        # the input has no gradient until the first head chunk is done; afterwards, delta and lse replace out
         delta_and_lse = 8 * heads[0] * tokens * step.batch
         in_backward = max(
             (head_chunks - 1) * delta_and_lse, other_head_chunks - tokens * step.batch * m.hidden * ITEMSIZE[step.dtype]
@@ -95,8 +98,9 @@ def attention_figures(step: TrainingStep) -> Figures:
 
 
 def _index_figures(step: TrainingStep, index: Index) -> Figures:
-    """Return the memory of a layer with an index: gathered tensors, scores of a rank's rows, and its picks. A
-    checkpoint does not keep any of it.
+    """Return the memory of a layer with an index: gathered tensors, scores of a rank's rows, and picked tokens.
+
+    A checkpoint keeps no tensors of the index.
     """
     rows, size = tokens_on_rank(step) * step.batch, ITEMSIZE[step.dtype]
     gathered = step.seq * step.batch * (index.latent + index.keys) * size
@@ -106,11 +110,12 @@ def _index_figures(step: TrainingStep, index: Index) -> Figures:
 
 
 def on_fewer_ranks(config: SequenceParallelConfig) -> SequenceParallelConfig:
-    """Return a configuration on fewer ranks whose attention takes the same memory per rank, for the same number of
-    tokens per rank; the configuration itself if there is none.
+    """Return a configuration with fewer ranks whose attention takes the same memory per rank, if there is one.
 
-    The longest ring is shortened, since on a longer one a rank holds no more at once. Axes that are gathered over, and
-    whether the ring's length is even, do not change."""
+    The number of tokens per rank stays the same. The longest ring is shortened, because a rank on a longer ring holds
+    no more tensors at once. Gathered axes and the parity of the ring length do not change. If no smaller configuration
+    exists, `config` itself is returned.
+    """
     inner_schedule, cp_size = schedule(config.schedule), config.size // config.ulysses
     axes = dict(config.cp_axes)
     rings = [name for name in axes if name not in inner_schedule.collective_axes]
@@ -133,8 +138,10 @@ def _attention(
     config: SequenceParallelConfig, tokens: int, mask: Mask, dtype: str, heads: tuple[int, int, int], batch: int,
     checkpointing: bool, workspace: str,
 ) -> Figures:  # fmt: skip
-    """Return the memory of attention on the first, the middle or the last CP rank, whichever needs most, for `tokens`
-    tokens per rank. Cached, because candidates that differ only in their links or rank order need the same."""
+    """Return the memory of attention on the first, middle or last CP rank, whichever needs the most memory.
+
+    Results are cached, because candidates that differ only in their links or rank order need the same memory.
+    """
     cp_size = config.size // config.ulysses
     of_ranks = [
         call_figures(
@@ -164,19 +171,19 @@ def call_figures(
     """Return the memory of a layer's attention on one rank.
 
     Args:
-        config: The configuration, without any "auto".
-        tokens: Tokens per rank.
-        mask: The mask of the whole sequence.
-        heads: (query heads, key/value heads, head_dim) of the model.
+        config: Configuration without "auto" values.
+        tokens: Number of tokens per rank.
+        mask: Mask of the whole sequence.
+        heads: Number of query heads, number of key/value heads, and head_dim of the model.
         dtype: dtype of q, k and v.
         batch: Number of sequences that a group of ranks trains at once.
-        rank: The CP rank.
-        ulysses_rank: The Ulysses rank; None: one with the most heads.
-        support: What the kernel supports.
-        early: As `Comm.early`, which is 0 except over gloo.
-        kept: Whether the checkpoint around attention keeps its results; None: there is no checkpoint.
+        rank: CP rank.
+        ulysses_rank: Ulysses rank; None for a rank with the most heads.
+        support: Features that the kernel supports.
+        early: Value of `Comm.early`, which is 0 except over gloo.
+        kept: Whether the checkpoint around attention keeps the results of attention; None without a checkpoint.
     """
-    recipe = config.recipe(Topology(axes=config.cp_axes))  # the placement of ranks changes no program
+    recipe = config.recipe(Topology(axes=config.cp_axes))  # rank placement does not change programs
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
     q_heads, kv_heads, _ = heads
     local = shape_of(config.comm_dtype, dtype, batch, heads)

@@ -1,5 +1,7 @@
-"""Replacement of settings that are "auto" by the planner: `resolve_with_plan` replaces the settings, and `line_of`
-describes the choice to the user. Does not import torch."""
+"""Replace "auto" settings with the planner's choice, and describe the choice to the user.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,25 @@ from .machine import Machine
 from .plan import GIB, PlanResult, find_plan, memory_options, name_of, nearest_fits, plan, settings_in_words
 from .request import Job, Request
 
-SAVES = 0.95  # of the memory; settings that leave more than that are not worth naming
+SAVES = 0.95  # settings that leave more than this fraction of the memory are not worth naming
 
 
 def resolve_with_plan(
     config: SequenceParallelConfig, job: Job | None, world: int, detect_machine: Callable[[], Machine]
 ) -> tuple[SequenceParallelConfig, PlanResult]:
-    """Let the planner replace every "auto" of a configuration.
+    """Replace every "auto" value of a configuration with the planner's choice.
 
     Args:
-        config: The configuration, which `asks_for_plan`.
-        job: The job to plan for, if anything is known about it.
-        world: Number of ranks of the job.
-        detect_machine: Returns the machine of these ranks.
+        config: Configuration for which `asks_for_plan` is true.
+        job: Job to plan for, if known.
+        world: Number of ranks in the job.
+        detect_machine: Function that returns the machine on which the ranks run.
 
     Returns:
-        The configuration without any "auto", and the plan that chose it.
+        The configuration without "auto" values, and the plan that chose the settings.
 
     Raises:
-        ConfigError: The planner refuses the configuration, or the model or the length is unknown.
+        ConfigError: If the planner refuses the configuration, or the model or the length is unknown.
     """
     asking = next((name for name in PLANNED_FOR if getattr(config, name) != "auto"), "memory")
     if job is None or job.model is None:
@@ -54,11 +56,13 @@ def resolve_with_plan(
 
 
 def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, machine: Machine) -> Request:
-    """Return the planner's input for a job. A length that zigzag cannot share equally is rounded up, as padding
-    would."""
+    """Return the planner's input for a job.
+
+    A length that the zigzag layout cannot share equally is rounded up, as padding would do.
+    """
     few = len(job.documents) <= limits.MAX_DOCUMENTS and seq <= limits.MAX_PACKED_TOKENS
     documents = job.documents if few and sum(job.documents) == seq else ()
-    share = 2 * world  # zigzag's chunks
+    share = 2 * world  # number of chunks in the zigzag layout
     job = dataclasses.replace(job, seq=seq if documents else -(-seq // share) * share, documents=documents)
     sizes = job.sizes(world) if config.size == "auto" else ()
     open_settings = {*PLAN_REQUESTS, *config.auto_fields}
@@ -67,8 +71,10 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, m
 
 
 def plan_even_if_too_large(request: Request) -> PlanResult:
-    """Return the plan. If nothing is predicted to fit, return the fastest with every setting that saves memory: the
-    machine's memory may be only a guess, and `line_of` tells the user that it is too small.
+    """Return the plan for a request, even if no configuration is predicted to fit.
+
+    If nothing fits, the result is the fastest configuration with every memory-saving setting. The machine's memory may
+    be only a guess, and `line_of` reports the shortage to the user.
     """
     result = find_plan(request)
     if result.ranked:
@@ -77,14 +83,14 @@ def plan_even_if_too_large(request: Request) -> PlanResult:
     unlimited = dataclasses.replace(request, machine=machine, memory=2**62)
     saving = {name: value for name, value in memory_options(request, 1)[-1].items() if name != "head_chunks"}
     best = plan(dataclasses.replace(unlimited, given={**request.given, **saving})).best.config
-    saving = memory_options(request, best.ulysses)[-1]  # head chunks too
+    saving = memory_options(request, best.ulysses)[-1]  # includes head chunks
     shape = {name: getattr(best, name) for name in ("size", "ulysses", "schedule")}
     result = plan(dataclasses.replace(unlimited, given={**request.given, **shape, **saving}))
     return dataclasses.replace(result, request=request)
 
 
 def line_of(result: PlanResult) -> str:
-    """Return one line for the user: the choice, its estimated time and memory, and the second best."""
+    """Return one line for the user with the choice, its estimated time and memory, and the second-best choice."""
     request, best = result.request, result.best
     machine, needed = request.machine, rank_bytes(best.memory, request.budget)
     documents = f" in {len(request.job.documents)} documents" if request.job.documents else ""
@@ -107,9 +113,7 @@ def line_of(result: PlanResult) -> str:
 
 
 def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
-    """Return the memory settings that the planner chose and that differ from the defaults; None if there was nothing to
-    choose.
-    """
+    """Return the memory settings that the planner changed from their defaults, or None if the user fixed them all."""
     planned = [name for name in MEMORY_SETTINGS if name not in result.request.given]
     defaults, best = SequenceParallelConfig(), result.best.config
     changed = {name: getattr(best, name) for name in planned if getattr(best, name) != getattr(defaults, name)}
@@ -117,7 +121,7 @@ def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
 
 
 def most_sparing(config: SequenceParallelConfig, request: Request) -> tuple[list[str], Footprint]:
-    """Return (the memory-saving settings that are still off, in words; the memory of a step with all of them)."""
+    """Return the names of unused memory-saving settings, and the memory of a step that uses all of them."""
     job = dataclasses.replace(request.job, checkpointing=True)
     others, defaults = dataclasses.replace(request, job=job, given={}), SequenceParallelConfig()
     saving = {
@@ -130,7 +134,7 @@ def most_sparing(config: SequenceParallelConfig, request: Request) -> tuple[list
 
 
 def what_would_fit(config: SequenceParallelConfig, request: Request) -> str:
-    """Return what to do if the memory of a step does not fit, as an instruction to the user."""
+    """Return an instruction for a user whose step does not fit in memory."""
     words, sparing = most_sparing(config, request)
     if words and fits(sparing, request.budget):
         return f"it fits with {', '.join(words)}: turn them on (--set memory=auto chooses the settings)"
@@ -140,7 +144,7 @@ def what_would_fit(config: SequenceParallelConfig, request: Request) -> str:
 
 
 def memory_in_words(config: SequenceParallelConfig, job: Job, seq: int, world: int, machine: Machine) -> str:
-    """Return a clause: the memory that a step is predicted to need, and with which settings it needs less."""
+    """Return a clause with the predicted memory of a step, and with the settings that would reduce the memory."""
     if job.model is None:
         return ""
     request = request_of(config, job, seq, world, machine)

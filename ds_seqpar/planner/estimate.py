@@ -1,6 +1,8 @@
-"""A plain estimate of a training step's time, to order the configurations that fit. A rank's attention program is
-followed in isolation: products take time by their flops, messages by their bytes, and between waits the longer of the
-two counts. docs/choosing_settings.md says what is left out. Does not import torch.
+"""Roughly estimate the time of a training step, to rank the configurations that fit in memory.
+
+The attention program of one rank is simulated in isolation. The time of a product depends on its flops, and the time of
+a message on its bytes. Between waits, the longer of computation and communication counts. docs/choosing_settings.md
+lists the effects that are left out. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ from .request import Index, TrainingStep, visible_pairs
 from .state_memory import state_bytes
 
 DIRECTIONS = ("forward", "backward")
-PICKED_BACKWARD = 12  # the same of a picked key, of which a block computes its forward again
-FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # flops of a visible pair and element of head_dim: 2 and 5 matmuls
+PICKED_BACKWARD = 12  # flops per picked key and element in backward, where a block computes its forward again
+FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # flops per visible pair and element of head_dim: 2 and 5 matmuls
 
 
 class Attention(NamedTuple):
-    """One layer's attention in one direction: the maximum of each figure over several ranks."""
+    """Cost of one layer's attention in one direction, with each figure as the maximum over several ranks."""
 
     seconds: float
-    inside: int  # bytes received from ranks of the own node
+    inside: int  # bytes received from ranks of the same node
     between: int  # bytes received from ranks of other nodes
-    messages: int  # received
+    messages: int  # number of received messages
 
     @property
     def received(self) -> int:
@@ -46,7 +48,7 @@ class Attention(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The estimate of a step, of one micro-batch on all ranks."""
+    """Estimated cost of one micro-batch on all ranks."""
 
     seconds: float
     forward: Attention
@@ -54,7 +56,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(step: TrainingStep, machine: Machine) -> Estimate:
-    """Return the estimate of a step: attention of all layers, matrix products, and states that layers pass on."""
+    """Estimate the time of a step: attention in all layers, matrix products, pictures, and exchange of states."""
     m, config = step.model, step.config
     seconds, found = 0.0, list[Attention]()
     if m.index is not None:
@@ -74,11 +76,11 @@ def estimate(step: TrainingStep, machine: Machine) -> Estimate:
 
 
 def tower_seconds(step: TrainingStep, machine: Machine) -> float:
-    """Return the time of a rank's pictures: computing their features, and sending features between ranks."""
+    """Return the time that a rank needs to compute the features of its pictures and to exchange features."""
     tower, pictures, config = step.model.tower, step.pictures, step.config
     if tower is None or pictures is None:
         return 0.0
-    again = dataclasses.replace(config, recompute_attention=True)  # checkpoints keep nothing of a tower's attention
+    again = dataclasses.replace(config, recompute_attention=True)  # checkpoints keep no results of a tower's attention
     pair, token = work(dataclasses.replace(step, model=tower.layers, config=again), machine)
     number = pictures.of_rank(config, step.batch)
     received = step.batch * pictures.number * pictures.tokens * step.model.hidden * ITEMSIZE[step.dtype]
@@ -88,14 +90,17 @@ def tower_seconds(step: TrainingStep, machine: Machine) -> float:
 
 
 class Work(NamedTuple):
-    """A rank's computation, without communication, in seconds."""
+    """Seconds of computation on a rank, without communication."""
 
-    pair: float  # for a query and a key that it sees, in all layers that attend to it
-    token: float  # with what a query attends to by an index, as if there were as many keys as it may pick
+    pair: float  # seconds per visible pair of query and key, in all attending layers
+    token: float  # seconds per token, including attention by an index, as if the maximum number of keys were picked
 
 
 def work(step: TrainingStep, machine: Machine) -> Work:
-    """Return the work of a step's model, which determines how samples are dealt. The step's lengths are not read."""
+    """Return the computation time of a step's model, which determines how samples are distributed.
+
+    The lengths in the step are ignored.
+    """
     m, (attention_rate, matrix_rate) = step.model, machine.rates(step.dtype)
     flops = FLOPS_PER_PAIR["forward"] * _forwards(step) + FLOPS_PER_PAIR["backward"]
     pair = m.dense * flops * m.heads * m.head_dim / attention_rate
@@ -107,23 +112,25 @@ def work(step: TrainingStep, machine: Machine) -> Work:
 
 
 def _scores(step: TrainingStep, machine: Machine) -> float:
-    """Return the time of the scores of an index for a query and a key, in all layers that have one."""
+    """Return the time to score one pair of query and key, summed over all layers with an index."""
     if (index := step.model.index) is None:
         return 0.0
     return 2 * (1 + step.checkpointing) * index.own * index.heads * index.keys / machine.rates(step.dtype)[0]
 
 
 def _forwards(step: TrainingStep) -> int:
-    """Return the number of times that attention's forward is computed."""
+    """Return how many times the forward of attention is computed."""
     return 1 + (step.checkpointing and step.config.recompute_attention)
 
 
 def attention(step: TrainingStep, machine: Machine, direction: str) -> Attention:
-    """Return one layer's attention, by the programs of a few ranks: the first, the middle and the last one of a
-    sequence, and one with the most heads."""
+    """Return the cost of one layer's attention, from the programs of a few ranks.
+
+    The simulated ranks are the first, the middle and the last rank of a sequence, and a rank with the most heads.
+    """
     config = step.config
     topology = config.topology(step.world)
-    ranks = topology.group(0, "ulysses", *topology.cp_axes)  # of the first sequence
+    ranks = topology.group(0, "ulysses", *topology.cp_axes)  # ranks of the first sequence
     last, busiest = len(ranks) - 1, busiest_ulysses_rank(step.model.heads, step.model.kv_heads, config.ulysses)
     followed = sorted({0, (last + 1) // 2, last, busiest})
     found = [_followed(step, machine, direction, topology, ranks[number]) for number in followed]
@@ -143,15 +150,19 @@ def received(step: TrainingStep, machine: Machine, rank: int) -> int:
 
 
 def _followed(step: TrainingStep, machine: Machine, direction: str, topology: Topology, rank: int) -> Attention:
-    """Follow one rank, assuming that the others do the same at the same time. A link carries one transfer after
-    another, each with its latency once.
+    """Simulate one rank, assuming that all other ranks do the same at the same time.
+
+    A link carries one transfer after another. The latency of the link is added once per transfer.
     """
     bound = _bound(step, direction, topology, rank)
     peers = topology.group(rank, "ulysses"), topology.group(rank, *topology.cp_axes)
     flops, (rate, _) = FLOPS_PER_PAIR[direction] * step.batch, machine.rates(step.dtype)
     now, messages, shape = 0.0, 0, bound.shape
-    due: dict[int, float] = {}  # ticket -> time of arrival
-    free, received = [0.0, 0.0], [0, 0]  # by whether another node sends: time from which the link is free, bytes
+    due: dict[int, float] = {}  # arrival time by ticket
+    free, received = (
+        [0.0, 0.0],
+        [0, 0],
+    )  # indexed by whether the sender is on another node: time when the link is free, received bytes
     for instruction in bound.program.code:
         match instruction:
             case op.Enter():
@@ -177,7 +188,7 @@ def _followed(step: TrainingStep, machine: Machine, direction: str, topology: To
 
 
 def _gathered(step: TrainingStep, index: Index, machine: Machine) -> list[Attention]:
-    """Return the mean of what a rank receives in a layer with an index, in forward and in backward."""
+    """Return the mean cost of messages in a layer with an index, for forward and backward."""
     size, own, found = step.config.size, math.ceil(step.seq / step.config.size), list[Attention]()
     others, near = size - 1, min(size, machine.per_node) - 1
     for elements in index.received(step.seq, own, size):
@@ -198,9 +209,9 @@ def _wire(machine: Machine, outside: bool) -> Wire:
 
 
 def _bound(step: TrainingStep, direction: str, topology: Topology, rank: int) -> BoundProgram:
-    """Return the program of a rank, as the runtime compiles it."""
+    """Return the program of a rank as compiled by the runtime."""
     config, m = step.config, step.model
-    recipe = config.recipe(Topology(axes=config.cp_axes))  # the placement of ranks changes no program
+    recipe = config.recipe(Topology(axes=config.cp_axes))  # rank placement does not change programs
     ulysses = UlyssesGroup(config.ulysses, topology.index(rank, "ulysses"))
     compiler = compiler_of(recipe, topology.index(rank, *topology.cp_axes), 0)
     local = shape_of(config.comm_dtype, step.dtype, step.batch, (m.heads, m.kv_heads, m.head_dim))
@@ -210,7 +221,6 @@ def _bound(step: TrainingStep, direction: str, topology: Topology, rank: int) ->
 
 
 def _shards(step: TrainingStep, cp_size: int) -> Shards:
-    """Return the shards of a step's sequence on CP ranks."""
     if not step.mask.documents:
         return EvenShards(step.config.layout, step.seq, cp_size)
     return shards_of(step.config.layout, _lengths(step), cp_size, step.mask.parents)
@@ -219,7 +229,10 @@ def _shards(step: TrainingStep, cp_size: int) -> Shards:
 def _arriving(
     bound: BoundProgram, shape: Shape, start: op.Started, ulysses_ranks: tuple[int, ...], cp_ranks: tuple[int, ...]
 ) -> Iterator[tuple[int, int]]:
-    """Yield (rank, bytes) of each message that a rank receives, in a head chunk whose inner tensors have this shape."""
+    """Yield the sender and the bytes of each message that a rank receives in a head chunk.
+
+    `shape` is the shape of the head chunk's tensors inside attention.
+    """
     per_token = shape.bytes_per_token(bound.program.direction)
 
     def size(unit: Unit) -> int:

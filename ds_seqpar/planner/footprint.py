@@ -1,9 +1,10 @@
-"""The memory that a rank needs for a training step of a LLaMA-like model, item by item, predicted before launch.
+"""Predict the memory of a rank, item by item, for a training step of a LLaMA-like model.
 
-A step has a few moments at which memory can be at its peak; each is a sum of items, and the largest is the peak. A
-layer is modeled operation by operation as transformers implements it (norms in fp32, RoPE, gate, up, down), its
-attention by its programs, states and buffers as DeepSpeed allocates them. Only bytes of tensors are counted, not what
-an allocator or a kernel uses itself. docs/memory.md has formulas.
+A step has a few moments at which memory can peak. The memory at each moment is a sum of items, and the largest sum is
+the peak. Layers are modeled operation by operation, as implemented in transformers (norms in fp32, RoPE, gate, up,
+down). Attention is modeled from its programs, and states and buffers are modeled as DeepSpeed allocates them. Only the
+bytes of tensors are counted, without memory that an allocator or a kernel uses itself. docs/memory.md contains the
+formulas.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ FOOTPRINT_ITEMS = {
     "cache": "keys and values of the rows that the rank generates",
 }
 ACTIVATIONS = ("checkpoints", "kept attention", "layer", "attention", "mlp")  # items of a tower's layers
-ENDS = 6  # of pixels, positions, norm and projector, in units of a layer's input
-TILE = (4096, 32768)  # tokens and words of a tile of trl's fused head
+ENDS = 6  # memory of pixels, positions, norm and projector, in units of a layer's input
+TILE = (4096, 32768)  # tokens and vocabulary entries in a tile of trl's fused head
 HOST_ITEMS = {
     "parameters": "fp32 copies, or shares of parameters",
     "reference": "shares of the reference model's parameters",
@@ -59,10 +60,10 @@ HOST_ITEMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """The memory at one moment of a step."""
+    """Memory at one moment of a step."""
 
     name: str
-    bytes_by_item: Mapping[str, int]  # by the names of `FOOTPRINT_ITEMS`; in host memory by those of `HOST_ITEMS`
+    bytes_by_item: Mapping[str, int]  # keyed by `FOOTPRINT_ITEMS`, or by `HOST_ITEMS` for host memory
 
     @property
     def total(self) -> int:
@@ -71,11 +72,11 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """The memory of a rank."""
+    """Memory of a rank."""
 
-    resting: Moment  # between steps
-    moments: tuple[Moment, ...]  # of a step
-    host: Moment  # in its host's memory, in addition
+    resting: Moment  # memory between steps
+    moments: tuple[Moment, ...]  # moments of a step
+    host: Moment  # additional host memory
     drives: int = 0  # bytes on drives
 
     @property
@@ -84,8 +85,9 @@ class Footprint:
 
 
 def footprint(step: TrainingStep, attention: Figures | None = None) -> Footprint:
-    """Return the memory of a step on the rank that needs the most. `attention` is the memory of a layer's attention, if
-    the caller knows it; default: `attention_figures(step)`.
+    """Return the memory of a step on the rank that needs the most memory.
+
+    `attention` is the memory of one layer's attention; the default is `attention_figures(step)`.
     """
     memory = _StepMemory(step)
     if attention is not None:
@@ -94,13 +96,13 @@ def footprint(step: TrainingStep, attention: Figures | None = None) -> Footprint
 
 
 def rank_bytes(memory: Footprint, budget: MemoryBudget) -> int:
-    """Return the bytes of a rank's memory at the peak; without device memory they include those in host memory."""
+    """Return a rank's peak memory in bytes, including host memory if ranks have no device memory."""
     host = 0 if budget.apart else memory.host.total - memory.host.bytes_by_item.get("rounding", 0)
     return memory.peak.total + host
 
 
 def fits_host(memory: Footprint, budget: MemoryBudget) -> bool:
-    """Return whether a node's host has enough memory for its ranks."""
+    """Return whether a node's host has enough memory for the ranks of the node."""
     return not budget.apart or memory.host.total * budget.ranks_per_node <= budget.host
 
 
@@ -109,14 +111,14 @@ def fits(memory: Footprint, budget: MemoryBudget) -> bool:
 
 
 class Longest(NamedTuple):
-    """The longest sequence that fits."""
+    """Longest sequence that fits in memory."""
 
     tokens: int  # 0 if no length fits
-    full: str  # the memory that a longer sequence exceeds, "rank" or "host"; "": it is the longest that is allowed
+    full: str  # memory that a longer sequence exceeds, "rank" or "host"; "": longer sequences are not allowed
 
 
 def longest(step: TrainingStep, budget: MemoryBudget) -> Longest:
-    """Find the longest sequence with which a step fits, to 0.1 %, by bisection."""
+    """Find the longest sequence that fits in memory, to 0.1 %, by bisection."""
     unit = multiple(step.config.layout, step.config.size, step.config.ulysses)
 
     def memory_of(units: int) -> Footprint:
@@ -137,8 +139,7 @@ def longest(step: TrainingStep, budget: MemoryBudget) -> Longest:
 
 
 def bytes_a_token(step: TrainingStep) -> float:
-    """Return the bytes that one more token of a rank adds to the peak, as a mean between this length and twice this
-    length."""
+    """Return the mean bytes that one more token per rank adds to the peak, up to twice the current length."""
     short = _StepMemory(step)
     padded = short.tokens * step.config.size  # ranks share this length equally
     long = _StepMemory(dataclasses.replace(step, seq=2 * padded))
@@ -166,23 +167,23 @@ def _named_moment(name: str, bytes_by_item: Mapping[str, int], items: Mapping[st
 
 
 class _StepMemory:
-    """The memory of a step, by moments."""
+    """Memory of a step, by moments."""
 
     def __init__(self, step: TrainingStep) -> None:
         self.step, self.model, self.zero, self.config = step, step.model, step.zero, step.config
-        m, self.size = step.model, ITEMSIZE[step.dtype]  # size: bytes of an element
+        m, self.size = step.model, ITEMSIZE[step.dtype]  # size: bytes per element
         self.tokens, self.head_chunks = tokens_on_rank(step), projecting_head_chunks(step)
         self.rows = self.tokens * step.batch
-        # bytes of a rank's tensors of these widths
+        # bytes of a rank's tensors with these widths
         self.hidden = self.rows * m.hidden * self.size
         self.q = self.rows * m.heads * m.head_dim * self.size
         self.kv = self.rows * (m.index.latent if m.index else 2 * m.kv_heads * m.head_dim) * self.size
         self.mlp = self.rows * m.intermediate * self.size
-        # bytes of an fp32 copy of the hidden states, since a norm computes in fp32; 0: they are fp32
+        # bytes of an fp32 copy of the hidden states, since norms compute in fp32; 0 if hidden states are fp32
         self.fp32_copy = self.rows * m.hidden * 4 if self.size < 4 else 0
-        tiled = self.mlp_tiles() > 1  # with them norms have tiles too
-        self.norm = self.hidden if tiled else self.fp32_copy + 2 * self.hidden  # saved by a norm beside its input
-        # a norm's input, unless it saves an fp32 copy
+        tiled = self.mlp_tiles() > 1  # a tiled MLP has tiled norms too
+        self.norm = self.hidden if tiled else self.fp32_copy + 2 * self.hidden  # saved by a norm besides its input
+        # input of a norm; 0 if the norm saves an fp32 copy
         self.residual = 0 if self.fp32_copy and not tiled else self.hidden
         self.rope = 2 * self.rows * m.head_dim * self.size
         self.keeps = step.checkpointing and not step.config.recompute_attention
@@ -196,7 +197,7 @@ class _StepMemory:
 
     @functools.cached_property
     def tower(self) -> _StepMemory | None:
-        """The memory of a tower's layers, as of a model that computes the rank's own pictures."""
+        """Memory of a tower's layers, modeled as a separate model that computes the rank's own pictures."""
         step, tower, pictures = self.step, self.model.tower, self.step.pictures
         if tower is None or pictures is None:
             return None
@@ -209,16 +210,16 @@ class _StepMemory:
 
     @functools.cached_property
     def of_tower(self) -> int:
-        """Bytes kept for the tower's backward: of its layers, of the part before them, and of the projector."""
+        """Bytes kept for the backward of the tower: its layers, the part before the layers, and the projector."""
         return sum(self.tower.layers(self.tower.model.layers).values()) + ENDS * self.tower.hidden if self.tower else 0
 
     @property
     def whole(self) -> int:
-        """Bytes of all tokens' embeddings with pictures' features, which each rank holds."""
+        """Bytes of all token embeddings, with picture features inserted, as held by every rank."""
         return self.hidden * self.config.size if self.tower else 0
 
     def tower_moments(self, backward: bool) -> list[Moment]:
-        """Return the moments of the tower: the last layer's forward, or the backward of its first and last one."""
+        """Return the moments of the tower: its last layer in forward, or its last and first layer in backward."""
         if self.tower is None:
             return []
         m, tower, last = self.model, self.tower, self.tower.model.layers
@@ -237,7 +238,7 @@ class _StepMemory:
     # ---- states
 
     def share(self, stage: int) -> int:
-        """Return the number of ranks among which ZeRO shards states that it shards from this stage on."""
+        """Return the number of ranks that share a state which ZeRO shards from `stage` on."""
         return self.step.world if self.zero.stage >= stage else 1
 
     @functools.cached_property
@@ -249,9 +250,9 @@ class _StepMemory:
         """Return a moment of the step.
 
         Args:
-            name: Its name.
-            done: Parameters whose gradients exist.
-            gathered: Parameters that ZeRO-3 holds whole.
+            name: Name of the moment.
+            done: Number of parameters whose gradients exist.
+            gathered: Number of parameters that ZeRO-3 holds whole.
             grads: Bytes of gradients that are not reduced yet.
             **items: Bytes of other items.
         """
@@ -271,12 +272,15 @@ class _StepMemory:
         return _named_moment(name, bytes_by_item)
 
     def trained(self, count: int) -> int:
-        """Return the part of a number of parameters, or of bytes, that is trained."""
+        """Return the trained part of a number of parameters or bytes."""
         return count * _trained(self.model) // self.model.parameters
 
     def gathered(self, needed: int, matrices: int = 1) -> int:
-        """Return the number of parameters that ZeRO-3 holds whole while `needed` ones are in use. It also keeps earlier
-        ones that are soon used again, prefetches later ones, and gathers `matrices` matrices of an MLP together."""
+        """Return the number of parameters that ZeRO-3 holds whole while `needed` parameters are in use.
+
+        ZeRO-3 also keeps parameters that are soon reused, prefetches later parameters, and gathers `matrices` matrices
+        of an MLP together.
+        """
         zero, matrix = self.zero, self.model.hidden * self.model.intermediate
         free = max(0, zero.max_live_parameters - needed)
         kept_or_prefetched = max(zero.prefetch_bucket_size, zero.max_reuse_distance)
@@ -296,8 +300,10 @@ class _StepMemory:
 
     @property
     def saved_attention(self) -> int:
-        """Bytes that attention saves for backward: q, k and v (local or exchanged), out and lse. Head chunks project
-        again, so they do not save their local q, k and v."""
+        """Bytes that attention saves for backward: q, k and v (local or exchanged), out and lse.
+
+        Head chunks repeat their projections instead of saving local q, k and v.
+        """
         if self.head_chunks > 1:
             return 0 if is_offloaded(self.step) else self.attention.saved
         return self.attention.saved + (self.q + self.kv) * self.attention.inputs
@@ -312,20 +318,22 @@ class _StepMemory:
 
     @property
     def saved(self) -> int:
-        """Mean bytes that a layer saves for its backward, its input included."""
+        """Mean number of bytes that a layer saves for its backward, including its input."""
         mlp = 4 * self.mlp if self.mlp_tiles() == 1 else 0
         mixers = self.mean(self.saved_attention, self.state.saved, mlp)
         return 2 * (self.residual + self.norm) + mixers
 
     def mean(self, attention: int, states: int = 0, mlp: int = 0) -> int:
-        """Return the bytes of a layer as a mean, from those of layers that attend, have a state, or have an MLP."""
+        """Return the mean bytes per layer, given the bytes of layers that attend, have a state, or have an MLP."""
         m = self.model
         of_states = m.states.count * states if m.states else 0
         return (m.attending * attention + of_states + m.with_mlp * mlp) // m.layers
 
     def layers(self, count: int, running: bool = False) -> dict[str, int]:
-        """Return the bytes by item that `count` layers hold for backward. `running`: whether the last of them is being
-        computed."""
+        """Return the bytes, by item, that `count` layers hold for backward.
+
+        If `running` is true, the last of the layers is still being computed.
+        """
         if not self.step.checkpointing:
             held = {"checkpoints": (count - running) * self.saved + self.rope + (self.hidden if running else 0)}
         elif self.config.offload_checkpoints:
@@ -336,8 +344,9 @@ class _StepMemory:
         return {**held, "tower": self.of_tower}
 
     def forward(self, name: str = "forward", **held: int) -> list[Moment]:
-        """Return the moments of the last layer's forward, when the most layers hold something. `held`: the other bytes
-        at that moment; default: those of all layers.
+        """Return the moments of the last layer's forward, when the largest number of layers hold tensors.
+
+        `held` contains the bytes of other items, by default the bytes held by all layers.
         """
         m = self.model
         if not held:
@@ -346,12 +355,12 @@ class _StepMemory:
         gathered = self.gathered(m.layer_parameters)
         saved = 0 if self.step.checkpointing else 1
         tiles = self.mlp_tiles()
-        output = self.hidden if self.head_chunks > 1 else self.q + self.kv  # head chunks add to one output
+        output = self.hidden if self.head_chunks > 1 else self.q + self.kv  # head chunks accumulate into one output
         layer = self.hidden + output + saved * (self.norm - self.hidden)
         kept = self.attention.saved * (m.attending > 0) if self.keeps else 0
         kept = kept if self.step.checkpointing else self.saved_mixer
         after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
-        # the head is prefetched, and copied out of the gathered buffer
+        # the head is prefetched and copied out of the gathered buffer
         head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0
         return [
             self.moment(f"{name}: attention", gathered=gathered, layer=layer, attention=self.attention.forward, **held),
@@ -363,8 +372,11 @@ class _StepMemory:
         ]  # fmt: skip
 
     def reference(self) -> list[Moment]:
-        """Return the moments of the reference's layers, which keep nothing: as checkpointed ones. trl's trainers that
-        generate make this forward before the policy's, the others after it."""
+        """Return the moments of the reference model, whose layers keep no tensors for backward.
+
+        The trainers of trl that generate run the reference model before the policy's forward; other trainers run the
+        reference model after the policy's forward.
+        """
         step, held = self.step, {"checkpoints": self.rope}
         if not step.objective.generated:
             held = self.layers(self.model.layers)
@@ -374,7 +386,10 @@ class _StepMemory:
         return _StepMemory(alone).forward("reference", **held)
 
     def tile(self, forward: bool) -> int:
-        """Return the bytes of trl's tile of logits. Without Triton, torch also copies the used part of the tile."""
+        """Return the bytes of a tile of logits in trl's fused head.
+
+        Without Triton, torch also copies the used part of the tile.
+        """
         rows, vocab = min(self.rows, TILE[0]), min(self.model.vocab, TILE[1])
         copies = 0.0 if self.step.objective.triton else 3.25 if forward else 7.25
         return rows * TILE[1] * self.size + int(copies * rows * vocab * 4)
@@ -382,9 +397,11 @@ class _StepMemory:
     def fused_head(self) -> list[Moment]:
         m = self.model
         held = {**self.layers(m.layers), "gathered": self.gathered(m.embedding)}
-        end = self.norm + self.residual + self.hidden * self.step.objective.triton  # which picks the tokens that count
+        end = (
+            self.norm + self.residual + self.hidden * self.step.objective.triton
+        )  # Triton's head copies the tokens that count
         width = self.rows * m.hidden
-        grads, fp32 = m.embedding * 4, width * 4  # of the head and of hidden states
+        grads, fp32 = m.embedding * 4, width * 4  # gradients of the head and of hidden states
         cast = self.size if self.fp32_copy else 0
         return [
             self.moment("forward: loss", layer=end, loss=self.tile(forward=True), **held),
@@ -393,13 +410,16 @@ class _StepMemory:
         ]
 
     def generation(self) -> list[Moment]:
-        """Return the moments of generating by `generate` on each rank alone, with all parameters (trl's
-        `ds3_gather_for_generation`): the last layer's forward of the prompts, and the last token's."""
+        """Return the moments of `generate`, which each rank calls alone with all parameters.
+
+        All parameters are gathered by trl's `ds3_gather_for_generation`. The moments are the last layer's forward of
+        the prompts, and the forward of the last token.
+        """
         m, objective = self.model, self.step.objective
         row = objective.row(self.step.seq)
         rows, prompt = -(-objective.generated // self.config.size), row - objective.completion
         layer = rows * 2 * m.kv_heads * m.head_dim * self.size  # keys and values of a token
-        # padding takes a mask of all pairs of tokens: a bool, and in attention a number
+        # padding needs a mask of all token pairs: as bools, and in attention as numbers
         tokens, mask = rows * prompt * self.size, rows * prompt**2
         mlp = tokens * (4 * m.hidden + 3 * m.intermediate) + mask
         attention = tokens * 3 * (m.hidden + m.heads * m.head_dim) + (1 + self.size) * mask
@@ -408,7 +428,7 @@ class _StepMemory:
                 "generation: prompts", gathered=m.parameters, layer=max(mlp, attention),
                 cache=m.attending * layer * prompt,
             ),
-            self.moment(  # a longer cache of a layer takes the place of the one before
+            self.moment(  # a longer cache replaces the previous cache of a layer
                 "generation: last token", gathered=m.parameters, cache=(m.attending * layer + layer // 2) * row,
                 loss=3 * 4 * rows * m.vocab,
             ),
@@ -422,7 +442,7 @@ class _StepMemory:
         gathered = self.gathered(m.embedding)
         logits = math.ceil(self.tokens / tiles) * self.step.batch * m.vocab
         end, head = self.norm + self.residual, m.embedding * self.size
-        if tiles > 1:  # gradients are taken in forward; in fp16 tiles are computed again in backward
+        if tiles > 1:  # gradients are computed in forward; in fp16, tiles are computed again in backward
             sums, late = m.embedding * 4, self.step.dtype == "float16"
             common = {"gathered": gathered, "layer": end + self.hidden}
             return [
@@ -431,7 +451,7 @@ class _StepMemory:
                 ),
                 self.moment("backward: head", grads=sums + (head if self.fp32_copy else 0), **common, **held),
             ]
-        cast = self.size if self.fp32_copy else 0  # logits in their own dtype, beside the fp32 ones
+        cast = self.size if self.fp32_copy else 0  # logits in their own dtype, besides the fp32 logits
         return [
             self.moment("forward: loss", gathered=self.gathered(0), layer=end, loss=logits * (8 + cast), **held),
             self.moment("backward: loss", gathered=gathered, layer=end, loss=12 * logits, **held),
@@ -446,11 +466,13 @@ class _StepMemory:
         m, attention = self.model, self.attention
         held = self.layers(index, running=True)
         prefetched = m.embedding if index == 1 else 0
-        matrices = 1 if self.mlp_tiles() == 1 else 3  # ZeRO-3 gathers a tiled MLP, its leaf, at once
+        matrices = 1 if self.mlp_tiles() == 1 else 3  # ZeRO-3 gathers a tiled MLP at once, as a leaf module
         gathered = self.gathered(m.layer_parameters, matrices) + prefetched
         tower_parameters = m.tower.layers.parameters if m.tower else 0
         done = m.parameters - tower_parameters - m.embedding - index * m.layer_parameters
-        tied = m.embedding * self.size if m.tied else 0  # the head's gradient is kept until the embedding's
+        tied = (
+            m.embedding * self.size if m.tied else 0
+        )  # the head's gradient is kept until the embedding's gradient exists
         place = f"layer {index}"
         tiles = self.mlp_tiles()
         whole = self.hidden + self.residual + 2 * self.norm
@@ -477,7 +499,7 @@ class _StepMemory:
                     attention=attention.forward, **held,
                 )
             )  # fmt: skip
-        if m.states is not None:  # as much again for gradients
+        if m.states is not None:  # doubled for gradients
             layer, state = self.hidden + self.norm, 2 * self.state.saved + self.state.received
             held = {"layer": layer, "state": state, **held}
             moments.append(self.moment(f"backward: {place}, state", done=done, gathered=gathered, grads=tied, **held))
@@ -533,8 +555,7 @@ class _StepMemory:
 
     @property
     def kept_tensors(self) -> list[int]:
-        """Bytes of each tensor that a checkpoint keeps of attention: out, lse, and with Ulysses the exchanged q, k,
-        v."""
+        """Bytes of each attention tensor that a checkpoint keeps: out, lse, and with Ulysses also q, k and v."""
         out = min(self.q, self.attention.saved)
         lse = min(self.rows * self.model.heads * 4, self.attention.saved - out)
         exchanged = self.attention.saved - out - lse
@@ -542,19 +563,19 @@ class _StepMemory:
         return [out, lse, q, (exchanged - q) // 2, exchanged - q - (exchanged - q) // 2]
 
 
-# ---- what ZeRO keeps between steps
+# ---- states that ZeRO keeps between steps
 
-MASTER = 4  # bytes of an fp32 copy of an element, of its gradient, and of each of its states, as Adam's two moments
+MASTER = 4  # bytes per element of an fp32 copy, its gradient, or an optimizer state such as Adam's moments
 
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """The states that a rank keeps."""
+    """States that a rank keeps between steps."""
 
-    device: Mapping[str, int]  # item -> bytes in the rank's memory
-    host: Mapping[str, int]  # item -> bytes in its host's memory
-    pinned: tuple[tuple[int, int], ...]  # pinned tensors in host memory: (how many, bytes of each)
-    elements_on_device: int  # elements of the rank's shard whose optimizer states are in its own memory
+    device: Mapping[str, int]  # bytes in the rank's memory, by item
+    host: Mapping[str, int]  # bytes in host memory, by item
+    pinned: tuple[tuple[int, int], ...]  # pinned tensors in host memory: (count, bytes of each)
+    elements_on_device: int  # elements of the rank's shard with optimizer states on the device
     drives: int = 0  # bytes on drives
 
 
@@ -570,17 +591,24 @@ def _trained(model: Model) -> int:
 def states(
     model: Model, zero: Zero, world: int, size: int, reference: bool = False, optimizer_states: int = 2
 ) -> States:
-    """Return the states of one rank. `size` is the bytes of a parameter's element. ZeRO also makes fp32 copies of fp32
-    parameters; at stage 0 DeepSpeed makes them only for 16-bit parameters.
+    """Return the states of one rank.
+
+    ZeRO makes fp32 copies of fp32 parameters as well; at stage 0, DeepSpeed copies only 16-bit parameters.
 
     Args:
-        reference: Whether there is a reference model of the same size. trl gives it to DeepSpeed without an optimizer:
-            at stage 3 it is sharded and offloaded like the policy, otherwise whole on each rank.
-        optimizer_states: Number of tensors that the optimizer keeps per parameter; an offloaded one counts as Adam.
+        model: The trained model.
+        zero: ZeRO settings.
+        world: Number of ranks in the job.
+        size: Bytes per element of a parameter.
+        reference: Whether there is a reference model of the same size. DeepSpeed receives the reference model from trl
+            without an optimizer. At stage 3, the reference model is sharded and offloaded like the policy; otherwise,
+            every rank holds a whole copy.
+        optimizer_states: Number of tensors that the optimizer keeps per parameter; an offloaded optimizer counts as
+            Adam.
     """
     count, stage, shards = _trained(model), zero.stage, world if zero.stage == 3 else 1
     frozen, referred = (model.parameters - count) // shards, model.parameters * reference // shards
-    local = count // world if stage else count  # elements whose states the rank has
+    local = count // world if stage else count  # number of elements whose states are on the rank
     if not zero.optimizer_away:
         copies = stage > 0 or size < MASTER
         device = {
@@ -607,9 +635,11 @@ def states(
 
 
 def _offloaded_before_stage_3(model: Model, zero: Zero, local: int, size: int) -> States:
-    """Return the states with the optimizer in host memory, at stages 1 and 2. Gradients pass through a buffer on the
-    device and one on the host, each as large as the largest parameter. The host also holds new parameters in their own
-    dtype."""
+    """Return the states at stages 1 and 2 with the optimizer in host memory.
+
+    Gradients pass through a buffer on the device and a buffer on the host, each as large as the largest parameter. The
+    host also holds new parameters in their own dtype.
+    """
     largest = size * max(model.embedding, model.hidden * model.intermediate)
     device = {"parameters": _trained(model) * size, "gradients": largest}
     host = {
@@ -622,8 +652,11 @@ def _offloaded_before_stage_3(model: Model, zero: Zero, local: int, size: int) -
 
 
 def _offloaded_at_stage_3(zero: Zero, local: int, size: int) -> States:
-    """Return the states with the optimizer in host memory, or on drives, at stage 3. Some sub-groups may stay on the
-    device. The host has gradients twice: in the parameters' dtype, and in fp32 for the optimizer."""
+    """Return the states at stage 3 with the optimizer in host memory or on drives.
+
+    Some sub-groups may stay on the device. The host holds gradients twice, in the parameters' dtype and in fp32 for the
+    optimizer.
+    """
     offload, group = zero.offload_optimizer, min(local, zero.sub_group_size)
     if offload.device == "nvme":
         buffers = MASTER * offload.buffer_count * group
@@ -648,7 +681,7 @@ def _offloaded_at_stage_3(zero: Zero, local: int, size: int) -> States:
 
 
 def _with_parameters_offloaded(result: States, zero: Zero, local: int, size: int, item: str = "parameters") -> States:
-    """Return the states with the rank's parameters in pinned host memory, or on drives except for `max_in_cpu`."""
+    """Return the states with the rank's parameters in pinned host memory, or on drives beyond `max_in_cpu`."""
     offload = zero.offload_param
     kept = min(local, offload.max_in_cpu) if offload.device == "nvme" else local
     host = dict(result.host)

@@ -1,4 +1,7 @@
-"""The costs of samples of many lengths, and the Ulysses size of their packs. Does not import torch."""
+"""Estimate the cost of samples with different lengths, and choose the Ulysses size of each pack.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ from .request import Job, TrainingStep, visible_pairs
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Costs:
-    """The estimate of samples and packs, for one model on one machine.
+    """Cost estimates of samples and packs, for one model on one machine.
 
     Args:
-        step: The model and the configuration; its length and mask are replaced.
-        machine: The machine.
-        window: Attention's window in tokens, the same in all layers; None: no window.
+        step: Training step with the model and configuration; its length and mask are replaced.
+        machine: Machine that trains the model.
+        window: Sliding window of attention in tokens, the same in all layers; None for no window.
     """
 
     step: TrainingStep
@@ -35,7 +38,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: SequenceParallelConfig, job: Job, world: int, machine: Machine) -> Costs:
-        """Return the costs of a job with a known model. config: resolved."""
+        """Return the costs of a job with a known model and a resolved configuration."""
         assert job.model is not None
         step = TrainingStep(
             model=job.model, config=config, world=world, seq=1, dtype=job.dtype, checkpointing=job.checkpointing
@@ -47,19 +50,19 @@ class Costs:
         return work(self.step, self.machine)
 
     def seconds(self, documents: Iterable[int]) -> float:
-        """Return the cost of documents of these lengths on one rank."""
+        """Return the cost of documents with these lengths on one rank."""
         documents = tuple(documents)
         return self.work.pair * visible_pairs(documents, self.window) + self.work.token * sum(documents)
 
     @property
     def ulysses_sizes(self) -> list[int]:
-        """The Ulysses sizes that share the model's heads equally, ascending."""
+        """Ulysses sizes that share the model's heads equally, in ascending order."""
         config, model = self.step.config, self.step.model
         return even_ulysses(config.size, model.heads, model.kv_heads, config.head_chunks)
 
     @property
     def fixed(self) -> str:
-        """Why all packs have the configured Ulysses size regardless of their documents; "" if they need not."""
+        """Reason why all packs use the configured Ulysses size, or "" if packs may use different sizes."""
         config, model = self.step.config, self.step.model
         if model.states is not None or model.latent_projections is not None:
             return "layers have a state, or send latents"
@@ -69,16 +72,16 @@ class Costs:
         return ""
 
     def deal(self, lengths: Sequence[int], seconds: Sequence[float], groups: int, chooses: bool) -> Dealt:
-        """Return the samples of a step in packs of `tokens_per_rank * size` tokens.
+        """Distribute the samples of a step over packs of `tokens_per_rank * size` tokens.
 
         Args:
-            lengths: Lengths of samples, in tokens.
+            lengths: Length of each sample in tokens.
             seconds: Cost of each sample.
             groups: Number of groups of ranks.
-            chooses: Whether samples may be whole on a rank, in packs without messages.
+            chooses: Whether samples may be whole on one rank, in packs without messages.
 
         Raises:
-            InputError: A sample is longer than a pack.
+            InputError: If a sample is longer than a pack.
         """
         per_rank, size = self.step.config.tokens_per_rank, self.step.config.size
         assert per_rank != "auto"
@@ -87,33 +90,33 @@ class Costs:
         return Dealt(deal(lengths, seconds, groups, per_rank * size), [[]] * groups)
 
     def pack(self, documents: tuple[int, ...], sizes: Iterable[int]) -> Pack:
-        """Return a pack that all ranks of a group share, with one of the given Ulysses sizes."""
+        """Return a pack that all ranks of a group share, with the fastest of the given Ulysses sizes."""
         config = self.step.config
         return Pack.shared(documents, config.layout, config.size, self.ulysses(documents, sizes))
 
     def ulysses(self, documents: tuple[int, ...], sizes: Iterable[int]) -> int:
-        """Return the given Ulysses size with which a pack takes the least time; the smallest in case of ties."""
+        """Return the fastest of the given Ulysses sizes for a pack, or the smallest of equally fast sizes."""
         return min(sizes, key=lambda ulysses: (self._of_shared(documents, ulysses), ulysses))
 
     def received(self, documents: tuple[int, ...], ulysses: int, rank: int) -> int:
-        """Return the bytes that a rank of a group receives in attention of all layers, for a pack that it shares."""
+        """Return the bytes that a rank of a group receives in attention of all layers, for a shared pack."""
         return received(self._step(documents, ulysses), self.machine, rank)
 
     @functools.cached_property
     def sharing(self) -> float:
-        """The cost of samples that fit a rank if ranks share them, over their cost if not."""
+        """Relative cost of sharing samples that fit on one rank, compared with computing the samples on one rank."""
         size, cap = self.step.config.size, self.step.config.tokens_per_rank
         documents = (max(1, 3 * cap // 4),) * -(-4 * size // 3)
         least = min(self._of_shared(documents, ulysses) for ulysses in self.ulysses_sizes)
         return max(1.0, least * size / self.seconds(documents))
 
     def packed(self, lengths: Sequence[int], groups: int, chooses: bool = True) -> Packed:
-        """Return a step of samples of these lengths, dealt as by `StepDealer`.
+        """Return the packs of a step with samples of these lengths, as `StepDealer` distributes the samples.
 
         Args:
-            lengths: Lengths of samples, in tokens.
+            lengths: Length of each sample in tokens.
             groups: Number of groups of ranks.
-            chooses: Whether Ulysses may differ from the configured size if nothing else fixes it.
+            chooses: Whether Ulysses sizes may differ from the configured size, if no setting fixes the size.
         """
         sizes = self.ulysses_sizes if chooses and not self.fixed else [self.step.config.ulysses]
         dealt = self.deal(lengths, [self.seconds([n]) for n in lengths], groups, len(sizes) > 1)
@@ -124,20 +127,22 @@ class Costs:
         ])  # fmt: skip
 
     def seconds_one_a_group(self, lengths: Sequence[int], groups: int) -> float:
-        """Return the estimate of a step in which groups take one sample after the other, padded to a length that their
-        ranks share equally."""
+        """Estimate the time of a step in which each group trains one sample after another.
+
+        Samples are padded to a length that the ranks of a group share equally.
+        """
         config = self.step.config
         share = multiple(config.layout, config.size, config.ulysses)
         of_length = functools.cache(lambda n: self._of_shared((-(-n // share) * share,), config.ulysses))
         return max(sum(map(of_length, lengths[group::groups])) for group in range(groups))
 
     def works(self, pack: Pack) -> list[float]:
-        """Return each CP rank's seconds of computation for a pack, with all heads."""
+        """Return the seconds of computation of each CP rank for a pack, with all heads."""
         pair, token = self.work
         return [sum(pair * self._pairs(part) + token * part.tokens for part in parts) for parts in pack.parts]
 
     def _pairs(self, part: Part) -> int:
-        """Return the total number of keys that tokens of a document see."""
+        """Return the total number of keys that the tokens of a document part see."""
         if part.step == 1:
             before, all_pairs = (visible_pairs([n], self.window) for n in (part.start, part.start + part.tokens))
             return all_pairs - before
@@ -145,7 +150,7 @@ class Costs:
         return sum(min(position + 1, self.window or position + 1) for position in positions)
 
     def seconds_of(self, pack: Pack) -> float:
-        """Return the estimate of a pack; if nothing is sent, the work of the busiest rank."""
+        """Return the estimated time of a pack, or the computation time of the busiest rank if nothing is sent."""
         if pack.ulysses == 1 and not pack.cut:
             return max(self.works(pack))
         return self._of_shared(pack.documents, pack.ulysses)
@@ -161,14 +166,14 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """The packs of an optimizer step, for each group."""
+    """Packs of an optimizer step, for each group."""
 
     costs: Costs
     packs: list[list[Pack]]
 
     @functools.cached_property
     def works(self) -> list[list[float]]:
-        """The seconds of computation of each rank, for each group."""
+        """Seconds of computation of each rank, for each group."""
         of_packs = [
             [[work / pack.ulysses for work in self.costs.works(pack) for _ in range(pack.ulysses)] for pack in packs]
             for packs in self.packs
@@ -177,25 +182,25 @@ class Packed:
 
     @functools.cached_property
     def seconds(self) -> float:
-        """The estimate for the slowest group."""
+        """Estimated time of the slowest group."""
         return max(sum(map(self.costs.seconds_of, packs)) for packs in self.packs)
 
     @property
     def of_ranks(self) -> float:
-        """The work of ranks, maximum over mean."""
+        """Ratio of the maximum to the mean computation time over ranks."""
         return most([work for works in self.works for work in works])
 
     @property
     def of_groups(self) -> float:
-        """The work of groups, maximum over mean."""
+        """Ratio of the maximum to the mean computation time over groups."""
         return most([sum(works) for works in self.works])
 
     @property
     def cut(self) -> int:
-        """The number of documents that several CP ranks hold."""
+        """Number of documents that are split across CP ranks."""
         return sum(len(pack.cut) for packs in self.packs for pack in packs)
 
     @property
     def ulysses(self) -> dict[int, int]:
-        """The number of packs, of all groups, with each Ulysses size."""
+        """Number of packs with each Ulysses size, over all groups."""
         return dict(sorted(Counter(pack.ulysses for packs in self.packs for pack in packs).items()))

@@ -1,5 +1,8 @@
-"""The planner's description of a machine: nodes, links, rates and memory. Presets with their sources are in
-machines.json; a user's file has the same form. Does not import torch."""
+"""Description of a machine for the planner: nodes, links, rates and memory.
+
+Presets and their sources are stored in machines.json; a user's file has the same format. This module does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from pydantic.dataclasses import dataclass
 from ..base.errors import ConfigError, did_you_mean
 from ..base.files import SHOWN, STRICT, read_as, read_json
 
-DEFAULT = "modest"  # the preset where no machine is named
-CORE = "cpu"  # the preset whose rates are those of one CPU core
+DEFAULT = "modest"  # preset if no machine is named
+CORE = "cpu"  # preset with the rates of one CPU core
 PRESETS = Path(__file__).with_name("machines.json")
 
-# Ends of the ranges: beyond those of any machine, and such that products of several numbers are finite.
-Rate = Annotated[float, Field(ge=1, le=1e24)]  # bytes/s or flops/s; bytes too
+# The limits exceed every real machine and keep products of several numbers finite.
+Rate = Annotated[float, Field(ge=1, le=1e24)]  # bytes/s, flops/s or bytes
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -32,44 +35,44 @@ class Wire:
     latency: Seconds
     """Seconds until an empty message arrives."""
     rate: Rate
-    """Bytes/s that a rank receives. Of a link that ranks share, each has a part."""
+    """Bytes/s that one rank receives; ranks on a shared link divide its rate."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Machine:
-    """Links, rates and memory of a machine, as its file describes them."""
+    """Links, rates and memory of a machine, as stored in its file."""
 
     name: str
-    """For the user; the preset's key, or the file's name without .json."""
+    """Name shown to the user: the key of the preset, or the file name without .json."""
     about: str
-    """One line for the user."""
+    """One-line description for the user."""
     per_node: Annotated[int, Field(ge=1, lt=2**63)]
-    """Ranks per node; rank r is in node r // per_node."""
+    """Number of ranks per node; rank r is on node `r // per_node`."""
     gpus: bool
-    """Whether ranks have device memory beside their host's."""
+    """Whether ranks have device memory in addition to host memory."""
     inside: Wire
-    """A rank's link to ranks of its own node."""
+    """Link to ranks of the same node."""
     between: Wire
-    """A rank's link to ranks of other nodes."""
+    """Link to ranks of other nodes."""
     attention: Mapping[str, Rate]
-    """dtype -> flops/s of attention, of the pairs that are visible."""
+    """Flops/s of attention by dtype, counting only visible pairs."""
     matrices: Mapping[str, Rate]
-    """dtype -> flops/s of matrix products."""
+    """Flops/s of matrix products by dtype."""
     memory: Rate
-    """Bytes of a rank."""
+    """Bytes of memory per rank."""
     reserve_fraction: Annotated[float, Field(ge=0, le=0.99)]
-    """Fraction of `memory` that is not for tensors."""
+    """Fraction of `memory` that is unavailable to tensors."""
     host_memory: Rate
-    """Bytes of a node's host."""
+    """Bytes of host memory per node."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Field -> where its value comes from."""
+    """Source of each value, by field."""
 
     @classmethod
     def load(cls, place: str) -> Machine:
-        """Load a preset by its name, or a machine file by its path.
+        """Load a preset by name, or a machine file by path.
 
         Raises:
-            ConfigError: If `place` is neither a preset nor a JSON file, or the file is not valid.
+            ConfigError: If `place` is neither a preset nor a JSON file, or if the file is invalid.
         """
         if (preset := presets().get(place)) is not None:
             return machine_of(place, preset)
@@ -82,14 +85,19 @@ class Machine:
 
     @classmethod
     def guessed(cls, device: str) -> Machine:
-        """Return the preset whose name is part of the device's name ("NVIDIA H100 80GB HBM3"), or `DEFAULT`."""
+        """Return the preset that matches a device name such as "NVIDIA H100 80GB HBM3", or the preset `DEFAULT`."""
         preset_by_prefix = {name.partition("-")[0].upper(): name for name in presets()}
         return cls.load(next((name for prefix, name in preset_by_prefix.items() if prefix in device.upper()), DEFAULT))
 
     @classmethod
     def of_cores(cls, cores: int, memory: int, per_node: int) -> Machine:
-        """Return a machine of hosts without GPUs. Each host has `cores` cores and `memory` bytes, which its `per_node`
-        ranks share equally."""
+        """Return a machine without GPUs, whose ranks share the cores and memory of each host equally.
+
+        Args:
+            cores: Number of cores per host.
+            memory: Bytes of memory per host.
+            per_node: Number of ranks per host.
+        """
         core = cls.load(CORE)
         attention, matrices = (
             {dtype: rate * cores / per_node for dtype, rate in rates.items()}
@@ -102,19 +110,19 @@ class Machine:
         )  # fmt: skip
 
     def is_inside(self, *ranks: int) -> bool:
-        """Return whether one node has all of these ranks."""
+        """Return whether all given ranks are on the same node."""
         return len({rank // self.per_node for rank in ranks}) == 1
 
     @property
     def usable(self) -> int:
-        """Bytes of a rank's memory that tensors may take."""
+        """Bytes of a rank's memory that are available to tensors."""
         return int(self.memory * (1 - self.reserve_fraction))
 
     def rates(self, dtype: str) -> tuple[float, float]:
-        """Return the flops/s of (attention, matrix products) in a dtype; float16 has those of bfloat16.
+        """Return the flops/s of attention and of matrix products in a dtype; float16 has the rates of bfloat16.
 
         Raises:
-            ConfigError: If the machine has no rates for it.
+            ConfigError: If the machine has no rates for the dtype.
         """
         wanted = "bfloat16" if dtype == "float16" else dtype
         if wanted not in self.attention or wanted not in self.matrices:
@@ -129,15 +137,15 @@ def presets() -> dict[str, Any]:
 
 
 def machine_of(name: str, content: object, place: str = "") -> Machine:
-    """Build the machine from a file's content.
+    """Build a machine from the content of a file.
 
     Args:
         name: Name of the machine.
-        content: The parsed JSON.
-        place: Its name in error messages; default "machine NAME".
+        content: Parsed JSON.
+        place: Name of the file in error messages; the default is "machine NAME".
 
     Raises:
-        ConfigError: If a field is missing, unknown or invalid; the message names it.
+        ConfigError: If a field is missing, unknown or invalid; the message names the field.
     """
     if isinstance(content, Mapping):
         content = {"name": name, **content}

@@ -1,5 +1,7 @@
-"""The search for the configurations that fit the memory, ordered by a plain estimate of their time. It does not read
-the clock or the environment, so all ranks find the same result. Does not import torch.
+"""Search for configurations that fit in memory, and rank them by a rough estimate of their time.
+
+The search reads neither the clock nor the environment, so all ranks find the same result. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from .estimate import Estimate, estimate
 from .footprint import Footprint, fits, footprint, rank_bytes
 from .request import Request
 
-LISTED = 12  # most configurations of a result
-SIMILAR = 0.05  # estimates whose logarithms round to the same multiple of this count as equally fast
+LISTED = 12  # maximum number of configurations in a result
+SIMILAR = 0.05  # estimates count as equally fast if their logarithms round to the same multiple of SIMILAR
 GIB = 2**30
-# settings that save memory, tried in this order, each in addition to those before it; then head chunks
+# memory-saving settings, added one after another in this order, before head chunks
 TILES: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
-# tried last, what costs least time first, each in addition to all of the others
+# tried last, cheapest first, each in addition to all settings above
 LAST_RESORTS: tuple[dict[str, Any], ...] = (
     {"save_qkv_after_all_to_all": False},
     {"offload_checkpoints": True},
@@ -38,24 +40,24 @@ LAST_RESORTS: tuple[dict[str, Any], ...] = (
 
 
 def rough(seconds: float) -> int:
-    """Return a number that is equal for estimates that count as equally fast."""
+    """Round an estimate on a logarithmic scale, so that equally fast configurations get the same number."""
     return round(math.log(seconds) / SIMILAR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
-    """A configuration and its predictions."""
+    """Configuration with its predicted time and memory."""
 
     config: SequenceParallelConfig  # without any "auto"
-    spared: Mapping[str, Any]  # memory settings that it needs to fit
+    spared: Mapping[str, Any]  # memory settings that the configuration needs to fit
     estimate: Estimate
-    seconds: float  # of a sequence, by the estimate
-    links: float  # seconds that the messages of a sequence take on the links of all ranks, in one layer's attention
-    memory: Footprint  # of a rank and its host
+    seconds: float  # estimated seconds per sequence
+    links: float  # total seconds on all ranks' links for the messages of one sequence in one layer's attention
+    memory: Footprint  # memory of a rank and its host
 
     @property
     def key(self) -> tuple:
-        """The sort key of results: rough time, memory-saving settings, use of links, other settings."""
+        """Sort key of results: rounded time, number of memory settings, use of links, number of other settings."""
         return rough(self.seconds), len(self.spared), self.links, len(self.config.section())
 
     @classmethod
@@ -73,11 +75,11 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PlanResult:
-    """The result of a search."""
+    """Result of a search for configurations."""
 
     request: Request
-    ranked: tuple[Planned, ...]  # the best ones, the fastest first; () if nothing fits
-    rejected: tuple[tuple[str, str], ...]  # (which configurations, why)
+    ranked: tuple[Planned, ...]  # best configurations, fastest first; () if nothing fits
+    rejected: tuple[tuple[str, str], ...]  # (rejected configurations, reason)
 
     @property
     def best(self) -> Planned:
@@ -88,7 +90,7 @@ def plan(request: Request) -> PlanResult:
     """Return the ranked configurations for a request.
 
     Raises:
-        ConfigError: If none fits; the message names the nearest change that would help.
+        ConfigError: If no configuration fits; the message names the nearest change that would help.
     """
     result = find_plan(request)
     if not result.ranked:
@@ -97,8 +99,8 @@ def plan(request: Request) -> PlanResult:
 
 
 def find_plan(request: Request) -> PlanResult:
-    """Return the result of `plan`, with empty `ranked` if nothing fits."""
-    SequenceParallelConfig(**request.given).resolve(request.world, request.heads)  # raises for what never fits
+    """Return the result of `plan`, with an empty `ranked` if nothing fits."""
+    SequenceParallelConfig(**request.given).resolve(request.world, request.heads)  # raises for settings that never fit
     rejected: Counter[tuple[str, str]] = Counter()
     distinct: dict[tuple, tuple[float, SequenceParallelConfig]] = {}
     for config in candidates(request, rejected):
@@ -112,7 +114,9 @@ def find_plan(request: Request) -> PlanResult:
             rejected[name_of(config), str(reason)] += 1
             continue
         seconds = request.seconds_a_sequence(found.seconds, config)
-        distinct.setdefault((config.size, config.ulysses, found), (seconds, config))  # of equal ones the first
+        distinct.setdefault(
+            (config.size, config.ulysses, found), (seconds, config)
+        )  # keeps the first of equal candidates
     ranked: list[Planned] = []
     for seconds, config in sorted(distinct.values(), key=lambda one: one[0]):
         if len(ranked) >= LISTED and rough(seconds) > rough(ranked[LISTED - 1].seconds):
@@ -126,8 +130,11 @@ def find_plan(request: Request) -> PlanResult:
 
 
 def candidates(request: Request, rejected: Counter[tuple[str, str]]) -> Iterator[SequenceParallelConfig]:
-    """Yield each size, with each Ulysses size that shares the heads equally and each schedule, unless they are given,
-    in its own shape, layout and rank order, without memory settings. Illegal ones are counted in `rejected`.
+    """Yield the legal configurations of a request, without memory settings.
+
+    All sizes, all Ulysses sizes that share the heads equally, and all schedules are combined, unless the request fixes
+    them. Each schedule is used with its own shape, layout and rank order. Illegal combinations are counted in
+    `rejected`.
     """
     given = dict(request.given)
     if given.get("head_chunks") == "auto":
@@ -137,7 +144,7 @@ def candidates(request: Request, rejected: Counter[tuple[str, str]]) -> Iterator
             rejected[f"{size} ranks", f"at most {limits.MAX_PLANNED_RANKS:,} ranks share a sequence"] += 1
             continue
         for ulysses in _given(given, "ulysses", even_ulysses(size, *request.heads)):
-            several = 1 < size // ulysses <= limits.MAX_COMPARED_RANKS  # alone, a rank has nothing to schedule
+            several = 1 < size // ulysses <= limits.MAX_COMPARED_RANKS  # a single rank has nothing to schedule
             names = dict.fromkeys((schedules.DEFAULT, *(schedules.SCHEDULES if several else ())))  # the default first
             for schedule in _given(given, "schedule", names):
                 try:
@@ -156,13 +163,15 @@ def _given(given: Mapping[str, Any], name: str, every: Iterable[Any]) -> Iterabl
 def in_memory(
     request: Request, config: SequenceParallelConfig
 ) -> tuple[SequenceParallelConfig, dict[str, Any], Footprint] | str:
-    """Return (the configuration with as few memory settings as it needs to fit, these settings, its memory); or why it
-    does not fit."""
+    """Return a configuration that fits in memory, its memory settings and its footprint, or the reason if nothing fits.
+
+    As few memory settings as possible are added to `config`.
+    """
     least = math.inf
     for spared in memory_options(request, config.ulysses):
         try:
             chosen = dataclasses.replace(config, **spared).resolve(request.world, request.heads)
-            memory = footprint(dataclasses.replace(request.step(chosen), mask=CAUSAL))  # others take less
+            memory = footprint(dataclasses.replace(request.step(chosen), mask=CAUSAL))  # other masks need less memory
         except ConfigError as error:
             return str(error)
         if fits(memory, request.budget):
@@ -174,13 +183,14 @@ def in_memory(
 
 
 def memory_options(request: Request, ulysses: int) -> list[dict[str, Any]]:
-    """Return memory settings to try one after another; the ones that cost the least time come first. None of them
-    changes a setting of the request.
+    """Return combinations of memory settings to try in order, from the lowest cost in time to the highest.
+
+    No combination changes a setting of the request.
     """
     given = {name for name in MEMORY_SETTINGS if name in request.given}
     if request.given.get("head_chunks") == "auto":
         given.remove("head_chunks")
-    if request.job.objective.head != "logits":  # trl's head is in tiles already, and is refused beside others
+    if request.job.objective.head != "logits":  # trl's head is already tiled, and other tiles are refused with it
         given.add("loss_tiles")
     head_chunks = [{"head_chunks": n} for n in free_head_chunk_counts(*request.heads, ulysses) if n > 1]
     options: list[dict[str, Any]] = [{}]
@@ -200,7 +210,7 @@ def memory_options(request: Request, ulysses: int) -> list[dict[str, Any]]:
 
 
 def name_of(config: SequenceParallelConfig) -> str:
-    """Return a short text of a resolved configuration, without its memory settings."""
+    """Return a short text for a resolved configuration, without its memory settings."""
     section, cp_size = config.section(), config.size // config.ulysses
     shown = {name: value for name, value in section.items() if name not in (*MEMORY_SETTINGS, "size", "ulysses")}
     schedule = shown.pop("schedule")
@@ -210,7 +220,7 @@ def name_of(config: SequenceParallelConfig) -> str:
 
 
 def settings_in_words(spared: Mapping[str, Any]) -> list[str]:
-    """Return each memory setting as it is printed for the user."""
+    """Return each memory setting in the form that is printed for the user."""
     plain_text = {
         "recompute_attention": "attention runs twice",
         "save_qkv_after_all_to_all False": "heads are exchanged again",
@@ -219,11 +229,11 @@ def settings_in_words(spared: Mapping[str, Any]) -> list[str]:
     return [plain_text.get(text, text) for text in texts]
 
 
-# ---- where nothing fits
+# ---- if nothing fits
 
 
 def nothing_fits(request: Request, rejected: tuple[tuple[str, str], ...]) -> str:
-    """Return the message for a request that nothing fits, with alternatives. `rejected` is PlanResult's."""
+    """Return the error message, with alternatives, for a request that no configuration fits."""
     too_large = [f"{configurations}: {why}" for configurations, why in rejected if "GiB" in why]
     reason = too_large[-1] if too_large else ": ".join(rejected[0]) if rejected else "there is no candidate"
     changes = nearest_fits(request)
@@ -233,8 +243,11 @@ def nothing_fits(request: Request, rejected: tuple[tuple[str, str], ...]) -> str
 
 
 def nearest_fits(request: Request) -> list[str]:
-    """Return changes with each of which something fits: a length that can be shared; or more ranks, an offloaded
-    optimizer, or a shorter sequence."""
+    """Return changes to a request, each of which makes a configuration fit.
+
+    If ranks cannot share the requested length equally, the only proposed change is a longer length. For other lengths,
+    the proposed changes are more ranks, an offloaded optimizer, and a shorter sequence.
+    """
     if (length := fitting_length(request)) > request.seq:
         return [f"{length} tokens"]
     changes = []
@@ -261,7 +274,7 @@ def with_length(request: Request, seq: int) -> Request:
 
 
 def with_optimizer_on_host(request: Request) -> Request | None:
-    """Return the request with the optimizer in host memory; None if it cannot be there, or is there already."""
+    """Return the request with the optimizer in host memory, or None if the optimizer cannot be moved there."""
     zero = request.job.zero
     if zero.optimizer_away or not (zero.stage and request.machine.gpus):
         return None
@@ -270,14 +283,15 @@ def with_optimizer_on_host(request: Request) -> Request | None:
 
 
 def fitting_length(request: Request) -> int:
-    """Return the request's length, or the next one that ranks can share, if the given schedule, or a ring, fits on as
-    many ranks as can share a sequence; otherwise 0.
+    """Return the requested length, rounded up until ranks can share it equally, or 0 if that length does not fit.
+
+    The given schedule, or a ring, is tried on the largest number of ranks that can share a sequence.
     """
     settings = {name: value for name, value in request.given.items() if value != "auto"}
     narrow = dataclasses.replace(request, given={"schedule": schedules.DEFAULT, **settings})
     configs = list(candidates(narrow, Counter()))
     widest = [config for config in configs if config.size == max(config.size for config in configs)]
-    for config in (*widest[:1], *widest[1:][-1:]):  # the least and the most Ulysses
+    for config in (*widest[:1], *widest[1:][-1:]):  # smallest and largest Ulysses size
         share = 1 if request.job.documents else multiple(config.layout, config.size, config.ulysses)
         length = -(-request.seq // share) * share
         if length <= limits.MAX_TOKENS and not isinstance(in_memory(with_length(narrow, length), config), str):

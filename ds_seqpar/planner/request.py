@@ -1,4 +1,7 @@
-"""The planner's input: a model, a machine, and the training step. Does not import torch."""
+"""Input of the planner: a model, a machine and the training step.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,90 +22,96 @@ from .machine import Machine
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateLayers:
-    """The layers of a model that have a state or a causal convolution. All count like the largest."""
+    """Layers of a model with a state or a causal convolution, all counted like the largest layer."""
 
     count: int
-    heads: int  # with a state each; 0: the layers have a convolution alone
-    keys: int  # of a head's state
+    heads: int  # heads with a state; 0 if layers only have a convolution
+    keys: int  # number of keys in a head's state
     values: int
-    transition: int  # numbers of what maps a head's state: keys x keys, or 1
-    exchanged: int  # numbers of a token that Ulysses ranks exchange with their heads, the output's included
-    kept: int  # numbers of a token that projections and the convolution return, and out before and after its gate
-    weights: int  # of a layer's projections
+    transition: int  # numbers in the transition of a head's state: keys x keys, or 1
+    exchanged: int  # numbers per token that Ulysses ranks exchange with their heads, including the output
+    kept: int  # numbers per token returned by projections and convolution, and out before and after its gate
+    weights: int  # weights of a layer's projections
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tower:
-    """The part of a model that computes features of pictures or sounds, which replace tokens."""
+    """Part of a model that computes features of pictures or sounds, which replace tokens."""
 
-    layers: Model  # its layers, as those of a model without a vocabulary, and the parameters of all around them
-    full_layers: int  # in which a patch sees all patches of its picture
-    window: int = 0  # patches that it sees in the others
-    patches_a_token: int | None = None  # None: the config does not say
-    patches: int | None = None  # of a picture, where all have as many
-    tokens: int | None = None  # the same
+    layers: Model  # layers of the tower as a model without a vocabulary; parameters include the parts around the layers
+    full_layers: int  # layers in which a patch sees all patches of its picture
+    window: int = 0  # patches that a patch sees in the other layers
+    patches_a_token: int | None = None  # None: not in the model's config
+    patches: int | None = None  # patches per picture, if equal for all pictures
+    tokens: int | None = None  # tokens per picture, if equal for all pictures
 
     def pairs(self, patches: int) -> float:
-        """Return how many patches a patch of a picture sees, as a mean over all layers."""
+        """Return the number of patches that a patch of a picture sees, as a mean over all layers."""
         windows = self.layers.layers - self.full_layers
         return (self.full_layers * patches + windows * min(self.window, patches)) / self.layers.layers
 
 
 class Index(NamedTuple):
-    """Layers that attend to latents which an index picks, and that gather both from all ranks (docs/sparse.md)."""
+    """Layers that attend to latents picked by an index (docs/sparse.md).
+
+    Latents and index keys are gathered from all ranks.
+    """
 
     layers: int
-    own: int  # of them those with an index; the others attend to what a layer before has picked
-    latent: int  # numbers of a token's latent
-    keys: int  # numbers of a token's key of the index
-    heads: int  # of the index
-    picks: int  # most tokens that a query attends to
+    own: int  # layers with their own index; other layers attend to tokens picked by an earlier layer
+    latent: int  # numbers in a token's latent
+    keys: int  # numbers in a token's index key
+    heads: int  # heads of the index
+    picks: int  # maximum number of tokens that a query attends to
 
     def received(self, tokens: int, own: int, size: int) -> tuple[int, int]:
-        """Return the numbers of a row that a rank receives in all layers, (in forward, in backward), if it has `own` of
-        the row's tokens.
+        """Return how many numbers of a row a rank receives in all layers, in forward and in backward.
+
+        `own` is the number of the row's tokens on the rank.
         """
         latents = self.layers * self.latent
         return (tokens - own) * (latents + self.own * self.keys), own * (size - 1) * latents
 
 
 class Pictures(NamedTuple):
-    """The pictures, films or sounds of each sequence, all of the same size."""
+    """Pictures, films or sounds of each sequence, all of the same size."""
 
     number: int
-    tokens: int  # that the features of one take the places of
-    patches: int  # of one
+    tokens: int  # tokens replaced by the features of one picture
+    patches: int  # patches of one picture
 
     def of_rank(self, config: SequenceParallelConfig, batch: int) -> int:
-        """Return how many of the items of `batch` sequences a rank computes; a rank with none left computes one too."""
+        """Return how many pictures of `batch` sequences a rank computes, rounded up to the same number on all ranks."""
         number = batch * self.number
         return number if config.divide_media is False else -(-number // config.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """The sizes of a model."""
+    """Sizes of a model."""
 
     hidden: int
-    intermediate: int  # with experts, the sum over those that one token is routed to
+    intermediate: int  # with experts, the sum over the experts of one token
     layers: int
     heads: int  # query heads
     kv_heads: int
     head_dim: int
     vocab: int
-    parameters: int  # of the whole model, tied ones counted once
-    layer_parameters: int  # of one layer
-    tied: bool = False  # whether the head and the embedding share their weights
-    norms_heads: bool = False  # whether q and k have norms over all heads, so a head chunk cannot project its own
+    parameters: int  # parameters of the whole model, with tied parameters counted once
+    layer_parameters: int  # parameters of one layer
+    tied: bool = False  # whether the head and the embedding share weights
+    norms_heads: bool = (
+        False  # whether q and k have norms over all heads, so that head chunks cannot run their own projections
+    )
     states: StateLayers | None = None
-    attention_layers: int | None = None  # layers that attend; None: all of them
-    mlp_layers: int | None = None  # layers with an MLP; None: all of them
-    latent_projections: int | None = None  # number of weights of an attention's projections, if it has a latent
-    mlp_matrices: int = 3  # of hidden x intermediate weights; 2 where there is no gate
-    gathers: bool = False  # whether layers run attention of their own on gathered keys
+    attention_layers: int | None = None  # number of layers that attend; None: all layers
+    mlp_layers: int | None = None  # number of layers with an MLP; None: all layers
+    latent_projections: int | None = None  # number of weights in attention's projections, if attention has a latent
+    mlp_matrices: int = 3  # number of hidden x intermediate matrices; 2 without a gate
+    gathers: bool = False  # whether layers run their own attention on gathered keys
     index: Index | None = None
     tower: Tower | None = None
-    trained: int | None = None  # parameters that are trained, as those of adapters; None: all of them
+    trained: int | None = None  # number of trained parameters, such as adapters; None: all parameters
 
     @property
     def embedding(self) -> int:
@@ -123,13 +132,13 @@ class Model:
 
     @property
     def weights(self) -> int:
-        """Number of weights of all layers that a token is multiplied with."""
+        """Number of weights that each token is multiplied with, over all layers."""
         states = self.states.count * self.states.weights if self.states else 0
         return self.attending * self.projections + self.with_mlp * self.mlp + states
 
     @property
     def not_counted(self) -> list[str]:
-        """What predictions omit for this model, in sentences for the user."""
+        """Costs that predictions omit for this model, in sentences for the user."""
         states = [] if self.states is None else [
             f"{self.states.count} of {self.layers} layers have a state or a convolution: what they project and send is "
             "counted, and not what their kernels compute and keep, which is several times as much in torch's own"
@@ -146,40 +155,42 @@ class Model:
 
     @property
     def projections(self) -> int:
-        """Number of weights of a layer's four attention projections."""
+        """Number of weights in a layer's four attention projections."""
         return self.latent_projections or 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
     @property
     def lora(self) -> int:
-        """Number of weights of adapters of rank 1 of all matrices of all layers."""
+        """Number of weights in rank-1 adapters of all matrices of all layers."""
         attention = 4 * self.hidden + 2 * (self.heads + self.kv_heads) * self.head_dim
         return self.attending * attention + self.with_mlp * self.mlp_matrices * (self.hidden + self.intermediate)
 
     @property
     def mlp(self) -> int:
-        """Number of weights of a layer's MLP; with experts, of those that one token is routed to."""
+        """Number of weights in a layer's MLP; with experts, only the experts of one token count."""
         return self.mlp_matrices * self.hidden * self.intermediate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What a step computes in addition to, or instead of, the next-token loss."""
+    """Computations of a step in addition to, or instead of, the next-token loss."""
 
-    rows: int = 1  # of an example; a pair has two
-    head: Literal["logits", "fused", "score"] = "logits"  # fused: trl's, in tiles; score: a number a row
-    triton: bool = True  # whether kernels compute a tile of the fused head in place; else torch does, as on CPUs
-    reference: bool = False  # whether a second model, which is not trained, computes the same rows
-    completions: int = 1  # rows that share a prompt, which then is computed once
-    completion: int = 0  # tokens of a row that are generated, or follow a shared prompt
-    generated: int = 0  # rows that a group generates at once; its ranks divide them
+    rows: int = 1  # rows per example; a pair has two
+    head: Literal["logits", "fused", "score"] = "logits"  # fused: trl's tiled head; score: one number per row
+    triton: bool = True  # whether Triton computes tiles of the fused head in place; otherwise torch does, as on CPUs
+    reference: bool = False  # whether an untrained reference model computes the same rows
+    completions: int = 1  # number of rows that share a prompt, which is computed once
+    completion: int = 0  # tokens of a row that are generated or follow a shared prompt
+    generated: int = 0  # rows that a group generates at once, divided among its ranks
 
     def batch(self, examples: int) -> int:
-        """Return the sequences of a forward; one of them has all the completions that share a prompt."""
+        """Return the number of sequences in a forward; all completions of a shared prompt form one sequence."""
         return -(-examples * self.rows // self.completions)
 
     def sequence(self, row: int) -> int:
-        """Return the tokens of a sequence, if a row has `row` tokens. A prompt's last token is before each completion,
-        whose last one is left out."""
+        """Return the number of tokens in a sequence whose rows have `row` tokens.
+
+        In the sequence, every completion follows a copy of the prompt's last token and omits its own last token.
+        """
         return row + self._shared
 
     def row(self, sequence: int) -> int:
@@ -187,11 +198,11 @@ class Objective:
 
     @property
     def _shared(self) -> int:
-        """Tokens of a sequence beyond those of a row."""
+        """Number of tokens in a sequence beyond the tokens of one row."""
         return (self.completions - 1) * self.completion - (self.completions > 1)
 
 
-# trl's trainers whose steps are known; each has its default of a reference
+# supported trl trainers, each with its default use of a reference model
 TRAINERS = {
     "dpo": Objective(rows=2, head="fused", reference=True),
     "kto": Objective(head="fused", reference=True),
@@ -203,26 +214,28 @@ TRAINERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """A training step."""
+    """Training step of a model under one configuration."""
 
     model: Model
     config: SequenceParallelConfig  # without any "auto"
     world: int  # ranks of the job
     seq: int  # tokens of the whole sequence
-    batch: int = 1  # sequences that a group of ranks trains at once
+    batch: int = 1  # number of sequences that a group of ranks trains at once
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=Zero)
-    optimizer_states: int = 2  # tensors that the optimizer keeps of each parameter; Adam has two moments
+    optimizer_states: int = 2  # tensors that the optimizer keeps per parameter, such as the two moments of Adam
     checkpointing: bool = True
     mask: Mask = CAUSAL
     pictures: Pictures | None = None
     objective: Objective = dataclasses.field(default_factory=Objective)
-    on_gpu: bool = False  # whether kernels are those for GPUs, which allocate memory of their own
+    on_gpu: bool = False  # whether GPU kernels run, which allocate their own memory
 
 
 def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
-    """Return the number of (query, key) pairs that causal attention computes in documents of these lengths (tokens),
-    with a window of `window` tokens; None: no window."""
+    """Return the number of (query, key) pairs in causal attention over documents of these lengths in tokens.
+
+    `window` is the sliding window in tokens; None means no window.
+    """
     pairs = 0
     for n in lengths:
         hidden = max(0, n - window) if window else 0
@@ -232,26 +245,31 @@ def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What ranks know about a training run when they start. A `Request` needs its model and length."""
+    """State shared by all ranks when training starts.
+
+    A `Request` requires a job with a known model and length.
+    """
 
     model: Model | None = None
-    seq: int | None = None  # tokens of the longest sequence; None: not known
-    documents: tuple[int, ...] = ()  # their lengths in tokens, if that sequence is a pack
-    window: int | None = None  # attention's window in tokens, the same in all layers
-    batch: int | None = None  # examples that a group of ranks trains at once
-    steps: int | None = None  # micro-batches of an optimizer step
-    sequences: int | None = None  # of an optimizer step; None: any number, and then all ranks share each sequence
+    seq: int | None = None  # tokens of the longest sequence; None: unknown
+    documents: tuple[int, ...] = ()  # lengths of documents in tokens, if the longest sequence is a pack
+    window: int | None = None  # sliding window of attention in tokens, the same in all layers
+    batch: int | None = None  # number of examples that a group of ranks trains at once
+    steps: int | None = None  # number of micro-batches in an optimizer step
+    sequences: int | None = (
+        None  # sequences in an optimizer step; None: any number, with each sequence shared by all ranks
+    )
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=Zero)
-    optimizer_states: int = 2  # as in `TrainingStep`
+    optimizer_states: int = 2  # see `TrainingStep`
     checkpointing: bool = False
     pictures: Pictures | None = None
-    uncounted: str = ""  # why the model is not known
+    uncounted: str = ""  # reason why the model is unknown
     objective: Objective = dataclasses.field(default_factory=Objective)
 
     @classmethod
     def of(cls, json: DeepSpeedJson) -> Job:
-        """Return the job of a DeepSpeed JSON. Values that the JSON leaves to a Trainer ("auto") count as unknown."""
+        """Return the job of a DeepSpeed JSON; values left to a Trainer ("auto") count as unknown."""
         (sequences, batch, steps), zero = json.batch_sizes, json.known.zero_optimization
         return cls(
             batch=batch, steps=steps, sequences=sequences, dtype=json.known.dtype, zero=zero,
@@ -263,7 +281,7 @@ class Job:
         return Mask(window=self.window, documents=Mask.documents_of(self.documents))
 
     def step(self, config: SequenceParallelConfig, world: int, on_gpu: bool) -> TrainingStep:
-        """Return the training step on `world` ranks, with a configuration that has no "auto"."""
+        """Return the training step on `world` ranks, for a configuration without "auto" values."""
         assert self.model is not None
         assert self.seq is not None
         return TrainingStep(
@@ -273,8 +291,7 @@ class Job:
         )  # fmt: skip
 
     def sizes(self, world: int) -> tuple[int, ...]:
-        """Return the numbers of ranks that may share a sequence, such that an optimizer step has `sequences`
-        sequences."""
+        """Return the group sizes for which an optimizer step contains `sequences` sequences."""
         if self.sequences is None:
             return (world,)
         sequences_per_group = (self.batch or 1) * (self.steps or 1)
@@ -288,31 +305,30 @@ class Job:
 
 
 class MemoryBudget(NamedTuple):
-    """The memory that ranks and hosts have."""
+    """Memory available to ranks and hosts."""
 
-    limit: int  # bytes of a rank for tensors
-    host: float  # bytes of a node's host, shared by `ranks_per_node` ranks
+    limit: int  # bytes per rank that are available to tensors
+    host: float  # bytes of host memory per node, shared by `ranks_per_node` ranks
     ranks_per_node: int
-    apart: bool = True  # whether ranks have device memory beside their host's, as GPUs do
+    apart: bool = True  # whether ranks have device memory in addition to host memory
 
     @classmethod
     def of(cls, machine: Machine, world: int, memory: int | None = None) -> MemoryBudget:
-        """Return the memory of a machine. If `memory` is given, it is the bytes of a rank, in place of the
-        machine's."""
+        """Return the memory of a machine; `memory` overrides the bytes per rank."""
         limit = machine.usable if memory is None else memory
         return cls(limit, machine.host_memory, min(world, machine.per_node), machine.gpus)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """What to train, on which machine, and with which fixed settings."""
+    """Job to plan for, with its machine and fixed settings."""
 
-    job: Job  # whose model and length are known
+    job: Job  # job with a known model and length
     machine: Machine
     world: int  # ranks of the job
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fixed settings
-    sizes: tuple[int, ...] = ()  # values that `size` may take; () for all
-    memory: int | None = None  # bytes of a rank; None: what the machine has for tensors
+    sizes: tuple[int, ...] = ()  # allowed values of `size`; () for all values
+    memory: int | None = None  # bytes per rank; None: the machine's memory for tensors
 
     def __post_init__(self) -> None:
         limits.check("the ranks of a job, nodes x ranks a node,", self.world, limits.MAX_RANKS)
@@ -335,7 +351,7 @@ class Request:
 
     @property
     def seq(self) -> int:
-        """Tokens of a sequence."""
+        """Number of tokens in a sequence."""
         assert self.job.seq is not None
         return self.job.seq
 
@@ -348,13 +364,12 @@ class Request:
         return MemoryBudget.of(self.machine, self.world, self.memory)
 
     def step(self, config: SequenceParallelConfig) -> TrainingStep:
-        """Return the training step with a configuration that has no "auto"."""
+        """Return the training step for a configuration without "auto" values."""
         return self.job.step(config, self.world, self.machine.gpus)
 
     def seconds_a_sequence(self, seconds: float, config: SequenceParallelConfig) -> float:
-        """Return the seconds of an optimizer step divided by its sequences, if a micro-batch takes `seconds` on all
-        ranks."""
-        together = self.world // config.size * (self.job.batch or 1)  # sequences of a micro-batch
+        """Return the time of an optimizer step per sequence, given the seconds of a micro-batch on all ranks."""
+        together = self.world // config.size * (self.job.batch or 1)  # number of sequences in a micro-batch
         if self.job.sequences is None:
             return seconds / together
         return math.ceil(self.job.sequences / together) * seconds / self.job.sequences

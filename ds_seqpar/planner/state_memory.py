@@ -1,4 +1,7 @@
-"""The bytes that a layer with a state sends and keeps on a rank. Does not import torch."""
+"""Bytes that a stateful layer sends and keeps on a rank.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,19 @@ from .request import TrainingStep
 
 
 class StateBytes(NamedTuple):
-    """Bytes of one layer on the rank that needs the most."""
+    """Bytes of one layer on the rank that needs the most memory."""
 
-    received: int = 0  # states and their maps, in each direction
-    exchanged: int = 0  # tokens of other heads, with those of the output, in forward
-    entering: int = 0  # states before the rank's runs, which checkpoints keep
-    saved: int = 0  # for backward, without what the layer's own function saves
+    received: int = 0  # received states and their maps, per direction
+    exchanged: int = 0  # tokens exchanged for other heads, including output tokens, in forward
+    entering: int = 0  # states at the start of the rank's runs, which checkpoints keep
+    saved: int = 0  # saved for backward, without tensors that the layer's own function saves
 
 
 def state_bytes(step: TrainingStep) -> StateBytes:
-    """Return the bytes of a layer with a state, for the way in which ranks share it.
+    """Return the bytes of a stateful layer, for the configured or the cheaper way of sharing its states.
 
     Raises:
-        ConfigError: A rank's tokens are not consecutive.
+        ConfigError: If a rank's tokens are not consecutive.
     """
     layers, config = step.model.states, step.config
     if layers is None:
@@ -39,13 +42,13 @@ def state_bytes(step: TrainingStep) -> StateBytes:
     if not layers.heads:
         return StateBytes(saved=saved)
     lengths = tuple(b - a for a, b in itertools.pairwise((*step.mask.documents, step.seq)))
-    whole = step.batch * layers.heads * sums  # of a number of each head's state
+    whole = step.batch * layers.heads * sums  # bytes of one number of each head's state
     of_ways = []
     for exchanges in (True, False):
         ranks, share = (None, whole // ulysses) if exchanges else (ulysses, whole)
         reach, local = _runs(config.layout, lengths, config.size // ulysses, ulysses, ranks)
         exchanged = rows * layers.exchanged * size * (ulysses - 1) // ulysses if exchanges else 0
-        readout = rows * layers.heads * layers.keys * sums if reach else 0  # through which a state changes the output
+        readout = rows * layers.heads * layers.keys * sums if reach else 0  # maps the state to the output
         received = received_bytes(reach, local, share * numbers, share * layers.transition)
         of_ways.append(StateBytes(int(received), exchanged, local * share * numbers if reach else 0, saved + readout))
     heads, states = of_ways
@@ -57,8 +60,8 @@ def state_bytes(step: TrainingStep) -> StateBytes:
 
 @functools.lru_cache(maxsize=256)
 def _runs(layout: str, lengths: tuple[int, ...], cp_size: int, ulysses: int, ranks: int | None) -> tuple[int, int]:
-    """Return (number of previous runs on which a run depends, maximum number of runs of a rank)."""
+    """Return how many previous runs a run depends on, and the maximum number of runs on a rank."""
     documents = tuple(itertools.accumulate(lengths[:-1], initial=0)) if lengths else ()
-    shards: Shards = EvenShards(layout, 4 * multiple(layout, cp_size * ulysses, ulysses), cp_size)  # of any length
+    shards: Shards = EvenShards(layout, 4 * multiple(layout, cp_size * ulysses, ulysses), cp_size)  # any length will do
     segments = segments_of(shards_of(layout, lengths, cp_size) if lengths else shards, documents, ranks)
     return segments.reach() if segments.continues else 0, segments.most_runs

@@ -1,4 +1,4 @@
-"""Additional schedules, plans read from files, and the overlap pass, which register here."""
+"""Register additional schedules, plans read from files, and the overlap pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import distflash, text, triangle
 
 
 def _overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Plan:
-    from .overlap import overlapped  # here: its simulator imports programs, which import plans
+    from .overlap import overlapped  # imported here, since the simulator imports programs, which import plans
 
     return overlapped(plan, needed, sizes)
 

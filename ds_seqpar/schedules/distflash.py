@@ -1,4 +1,4 @@
-"""DistFlashAttn's load-balanced schedule (section 3.1 and Algorithm 2) for a causal mask on contiguous blocks."""
+"""Load-balanced schedule of DistFlashAttn (section 3.1 and Algorithm 2) for a causal mask on contiguous blocks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from ..core.compiler.sharding.layout import Axes, Topology
 
 
 def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> StepsOf:
-    """Return DistFlashAttn's steps: floor(A/2) + 1 steps on A ranks. In step t, worker p takes the k/v of p - t. A
-    worker without work left, p < t, is a helper: it computes the queries of the late worker p - t + A with its own k/v,
-    and sends the result back.
+    """Return the steps of DistFlashAttn, which takes floor(A/2) + 1 steps on A ranks.
 
-    Helpers compute at every t except 2t = A, where both would compute the same product. (The paper's Algorithm 2 as
-    printed also leaves them out at the last step of odd A.) A mask that hides more than the causal mask removes
-    products.
+    In step t, worker p receives the k/v of worker p - t. If p < t, worker p has no work left and becomes a helper. A
+    helper computes the queries of the late worker p - t + A with its own k/v, and sends the result back.
+
+    Helpers compute in every step except step A / 2 of even A, in which both workers would compute the same product.
+    Algorithm 2 of the paper, as printed, also leaves out helpers in the last step of odd A. A mask that hides more than
+    the causal mask removes products.
 
     Raises:
-        ConfigError: A query sees a later block, or moving_side is "q" (both sides move here).
+        ConfigError: If a query sees a later block, or if moving_side is "q" (both sides move in this schedule).
     """
     if moving_side != "kv":
         raise ConfigError('distflash moves k/v and queries by itself; got traveling q, use "kv" or "auto"')
@@ -36,7 +37,7 @@ def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_
     half = size // 2
 
     def product(p: int, t: int) -> Compute | None:
-        """Return the product that worker p computes in step t."""
+        """Return the product that worker p computes in step t, or None."""
         if p < t and 2 * t == size:
             return None
         q, kv = (p, p - t) if p >= t else (p - t + size, p)
@@ -44,8 +45,8 @@ def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_
 
     def steps(rank: int) -> Iterator[Step]:
         for t in range(half + 1):
-            # in step t this rank works with a block of t before it, and the rank t after it with this rank's; the same
-            # of the next step, whose operands move now
+            # computed: products of step t on this rank and on the rank t after it; coming: products of the next step,
+            # whose operands move now
             computed, coming = (
                 [compute for p in {rank, (rank + turn) % size} if (compute := product(p, turn))] for turn in (t, t + 1)
             )
@@ -59,21 +60,22 @@ def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_
 
 
 def _operand(compute: Compute) -> Move:
-    """Return the move of the operand that the worker does not own, directly from its owner."""
+    """Return the move that sends a product's remote operand directly from the operand's owner."""
     foreign = compute.kv if compute.q == (compute.rank,) else compute.q
     kind = "kv" if foreign is compute.kv else "q"
     return Move(src=foreign[0], dst=compute.rank, kind=kind, key=foreign)
 
 
 def _results(compute: Compute, direction: str) -> list[Move]:
-    """Return the moves of results whose block another rank owns, directly to that rank."""
+    """Return the moves that send a product's results directly to the owners of their blocks."""
     kinds = zip(ACCUMULATORS[direction], (compute.q, compute.kv), strict=False)
     return [Move(src=compute.rank, dst=key[0], kind=kind, key=key) for kind, key in kinds if key != (compute.rank,)]
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Return the elements that each rank receives: early ranks receive late ranks' queries, and late ranks receive the
-    results.
+    """Return the number of elements that each rank receives.
+
+    Early ranks receive the queries of late ranks, and late ranks receive the results.
     """
     ((_, size),) = axes
     return [_received_by(rank, size, direction, units) for rank in range(size)]

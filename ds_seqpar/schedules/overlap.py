@@ -1,8 +1,9 @@
-"""Overlap as a pass over plans: collectives become moves of single blocks, and products run as their operands arrive.
+"""Overlap computation and communication by reordering the actions of a plan.
 
-It works on the plan of any schedule. For a mesh (a, b, 1) it finds the order that Attention2D-O specifies by hand
-(Algs. 4-11). Products of a rank's own blocks come first, then products of blocks in the order of arrival. Results are
-sent while other products run.
+Collectives become moves of single blocks, and products run as their operands arrive. The pass accepts the plan of any
+schedule. For a mesh (a, b, 1), the pass finds the order that Attention2D-O specifies by hand (Algs. 4-11). Products of
+a rank's own blocks come first, followed by products of other blocks in the order of arrival. Results are sent while
+other products run.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from ..core.compiler.schedules.plan import BlockMask, Plan
 from ..core.compiler.sharding.layout import owned, owner
 from .simulate import Costs, communication, programs_of, simulate
 
-# (rank, kind, block): an operand or a result, and the rank that has it or needs it
+# (rank, kind, block): an operand or a result, with the rank that has or needs the block
 RankBlock = tuple[int, str, int]
 
 
 def overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Plan:
-    """Return the same products on the same ranks with the same bytes, in the fastest order according to `simulate`. The
-    order is a greedy list schedule that assumes products to take as long as transfers. Two routes of operands are
-    tried: gathered blocks passed on around their group and, if there are gathers, every block directly from its owner.
-    Results are sent directly to the rank that owns the block. If some rank would then receive more bytes than in the
-    plan, they are sent as in the plan, through other ranks that add their own results.
+    """Return a plan with the same products on the same ranks, in the fastest order according to `simulate`.
+
+    The number of sent bytes stays the same. The order is a greedy list schedule, which assumes that products take as
+    long as transfers. Two routes of operands are tried: gathered blocks are passed around their group or, if there are
+    gathers, every block is sent directly by its owner. Results are sent directly to the rank that owns the block. If
+    direct results would make a rank receive more bytes than in the plan, results are sent as in the plan, through other
+    ranks that add their own results.
 
     Args:
-        plan: the plan of all ranks.
-        needed: the pairs of blocks that meet; other products are left out.
-        sizes: bytes of a block, by kind.
+        plan: Plan of all ranks.
+        needed: Pairs of blocks that see each other; other products are left out.
+        sizes: Bytes of a block, by kind.
 
     Returns:
         The new plan, or `plan` itself if no order is faster.
@@ -49,13 +52,16 @@ def overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Pla
 
 
 class _ListScheduler:
-    """Builds the plan step by step.
+    """Builds a plan step by step.
 
-    Time is counted in ticks of one product each: tick t becomes step t of the plan. A rank starts at most one
+    Time is counted in ticks of one product each, and tick t becomes step t of the plan. A rank starts at most one
     product per tick. Transfers are posted between products, and wait for free links.
 
     Args:
-        source: the sender of each operand that a rank needs from another rank.
+        plan: Plan to reorder.
+        needed: Pairs of blocks that see each other.
+        costs: Durations of products and transfers.
+        source: Sender of each operand that a rank needs from another rank.
     """
 
     def __init__(self, plan: Plan, needed: BlockMask, costs: Costs, source: dict[RankBlock, int]) -> None:
@@ -65,7 +71,7 @@ class _ListScheduler:
         owned_blocks = [(r, b) for r in range(plan.size) for b in owned(r, plan.blocks_per_rank)]
         self.arrival: dict[RankBlock, float] = {(r, k, b): 0.0 for r, b in owned_blocks for k in ("q", "kv")}
         self.first_use: dict[RankBlock, int] = {}
-        # for each result that is sent to another rank: how many products, and results of other ranks, it still lacks
+        # number of products, and of other ranks' results, that each result for another rank still lacks
         self.missing = Counter(
             unit for r, pairs in enumerate(self.remaining) for pair in pairs for unit in self.leaving(r, *pair)
         )
@@ -73,16 +79,16 @@ class _ListScheduler:
         for (_, kind, block), rank in self.next_rank.items():
             if rank != owner(block, self.blocks_per_rank):
                 self.missing[rank, kind, block] += 1
-        # tick -> the results to which a received result is added in that tick, after its products
+        # tick -> results to which a received result is added, after the products of the tick
         self.arriving: dict[int, list[RankBlock]] = defaultdict(list)
-        # the tick from which each rank's links are free again
+        # tick when each rank's links become free
         self.link_in, self.link_out = [0.0] * plan.size, [0.0] * plan.size
         self.moves: list[tuple[int, Move]] = []
         self.computes: list[tuple[int, Compute]] = []
         self.results: list[tuple[int, Move]] = []
 
     def leaving(self, rank: int, q: int, kv: int) -> list[RankBlock]:
-        """Return the results of a product whose blocks another rank owns."""
+        """Return the results of a product whose blocks belong to another rank."""
         results = [(rank, kind, kv if kind == "dkv" else q) for kind in ACCUMULATORS[self.plan.direction]]
         return [unit for unit in results if owner(unit[2], self.blocks_per_rank) != rank]
 
@@ -99,7 +105,7 @@ class _ListScheduler:
     def post_operands(self, tick: int) -> None:
         """Post operands until no link is free in this tick.
 
-        Operands that let their receiver compute the most per second of link time are posted first.
+        Operands that enable the most computation per second of link time are posted first.
         """
         while candidates := [candidate for candidate in map(self.priority, self.pending) if candidate]:
             posted = False
@@ -116,11 +122,10 @@ class _ListScheduler:
                 return
 
     def priority(self, unit: RankBlock) -> tuple[float, int, RankBlock] | None:
-        """Return the sort key of a pending operand, or None while its source does not have it.
+        """Return the sort key of a pending operand, or None if its source does not have the operand yet.
 
-        The first key is the number of products that it enables with operands that are present or being sent, per second
-        of link time; products that lack their other operand count a tenth. The second key prefers the block of the
-        nearest owner.
+        The first key is the number of products that the operand enables per second of link time. Products whose other
+        operand is neither present nor being sent count a tenth. The second key prefers blocks of the nearest owner.
         """
         rank, kind, block = unit
         if (self.source[unit], kind, block) not in self.arrival:
@@ -131,15 +136,15 @@ class _ListScheduler:
         return -gain / self.costs.transfer[kind], self.distance(rank, block), unit
 
     def distance(self, rank: int, block: int) -> int:
-        """Return the distance from the block's owner to this rank, modulo the number of ranks."""
+        """Return the distance from a block's owner to a rank, modulo the number of ranks."""
         return (rank - owner(block, self.blocks_per_rank)) % self.plan.size
 
     def link_free(self, src: int, dst: int) -> float:
-        """Return the tick from which the links of both ranks are free."""
+        """Return the tick when the links of both ranks become free."""
         return max(self.link_out[src], self.link_in[dst])
 
     def occupy_links(self, move: Move, earliest: float) -> float:
-        """Occupy both ranks' links for a move, and return the tick in which it arrives."""
+        """Occupy the links of both ranks for a move, and return the tick of arrival."""
         end = max(earliest, self.link_free(move.src, move.dst)) + self.costs.move(*move.unit) / self.costs.product
         self.link_out[move.src] = self.link_in[move.dst] = end
         return round(end, 9)
@@ -166,13 +171,13 @@ class _ListScheduler:
     def urgency(self, rank: int, q: int, kv: int) -> tuple:
         """Return the sort key of a product.
 
-        Products that complete a result for another rank come first; products whose results stay on this rank come last.
+        Products that complete a result for another rank come first. Products whose results stay on the rank come last.
         """
         lacking = [self.missing[unit] for unit in self.leaving(rank, q, kv)]
         return (not lacking, min(lacking, default=0), self.distance(rank, q), self.distance(rank, kv))
 
     def post_results(self, tick: int) -> None:
-        """Send complete results after the tick's products, unless operands have occupied the links."""
+        """Send complete results after the products of a tick, unless operands occupy the links."""
         self.missing.subtract(self.arriving.pop(tick, []))
         for unit in sorted(unit for unit, count in self.missing.items() if count == 0):
             (rank, kind, block), dst = unit, self.next_rank[unit]
@@ -185,7 +190,7 @@ class _ListScheduler:
                     self.arriving[tick + ticks].append((dst, kind, block))
 
     def emit(self, ticks: int) -> Plan:
-        """Return the plan of the recorded moves, products and results, with a step for each tick."""
+        """Return the plan of the recorded moves, products and results, with one step per tick."""
         steps: list[list[dict[str, list]]] = [
             [{"moves": [], "computes": [], "results": []} for _ in range(ticks)] for _ in range(self.plan.size)
         ]
@@ -206,7 +211,7 @@ class _ListScheduler:
 
 
 def _products(plan: Plan, needed: BlockMask) -> list[set[tuple[int, int]]]:
-    """Return the needed products (q block, kv block) of each rank."""
+    """Return the needed (q block, kv block) products of each rank."""
     products: list[set[tuple[int, int]]] = [set() for _ in range(plan.size)]
     for steps in plan.ranks:
         for compute in (compute for step in steps for compute in step.computes):
@@ -217,8 +222,10 @@ def _products(plan: Plan, needed: BlockMask) -> list[set[tuple[int, int]]]:
 def _next_ranks(
     plan: Plan, results: set[RankBlock], source: Mapping[RankBlock, int], sizes: Mapping[str, float]
 ) -> dict[RankBlock, int]:
-    """Return the receiver of each result that is sent to another rank. It is the owner of the result's block or, if
-    some rank would then receive more bytes than in the plan, the next rank on the plan's route.
+    """Return the receiver of each result that is sent to another rank.
+
+    The receiver is the owner of the result's block. If direct results would make a rank receive more bytes than in the
+    plan, the receiver is the next rank on the plan's route.
     """
     target = {unit: owner(unit[2], plan.blocks_per_rank) for unit in results}
     planned = {
@@ -245,15 +252,16 @@ def _next_ranks(
 
 
 def _foreign_operands(products: list[set[tuple[int, int]]], blocks_per_rank: int) -> set[RankBlock]:
-    """Return the operands of each rank's products that other ranks own."""
+    """Return the operands of each rank's products that belong to other ranks."""
     units = {(r, kind, b) for r, pairs in enumerate(products) for q, kv in pairs for kind, b in (("q", q), ("kv", kv))}
     return {unit for unit in units if unit[0] != owner(unit[2], blocks_per_rank)}
 
 
 def _sources(plan: Plan, wanted: set[RankBlock]) -> dict[RankBlock, int]:
-    """Return the rank that sends each operand, as in the plan.
+    """Return the sender of each operand, as in the plan.
 
-    Blocks of a gather are passed around a ring of its members. Ranks that only pass an operand on have an entry too.
+    The blocks of a gather are passed around a ring of the gather's members. A rank that only forwards an operand has an
+    entry too.
     """
     source: dict[RankBlock, int] = {}
     for rank, steps in enumerate(plan.ranks):
@@ -265,7 +273,7 @@ def _sources(plan: Plan, wanted: set[RankBlock]) -> dict[RankBlock, int]:
                 for block in move.key:
                     source.setdefault((rank, move.kind, block), move.src)
     reached: set[RankBlock] = set()
-    for rank, kind, block in wanted:  # also the ranks that pass it on
+    for rank, kind, block in wanted:  # includes ranks that forward the block
         while rank != owner(block, plan.blocks_per_rank) and (rank, kind, block) not in reached:
             reached.add((rank, kind, block))
             rank = source[rank, kind, block]

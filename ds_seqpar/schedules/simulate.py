@@ -1,9 +1,9 @@
-"""The simulator: turns programs and a cost model into a timeline. It does not need processes or tensors.
+"""Simulate programs under a cost model, and return a timeline.
 
-In this model a rank does one thing at a time. Transfers run in parallel, each on the links that it occupies, and a link
-carries one transfer at a time. A transfer starts when both ends have posted it and all its links are free. `Costs`
-defines how long everything takes: each rank has one link in and one link out, and only products and transfers take
-time.
+The simulator needs no processes or tensors. In the simulation, a rank does one thing at a time. Transfers over
+different links run in parallel, and a link carries one transfer at a time. A transfer starts when both ends have posted
+it and all its links are free. `Costs` defines all durations: each rank has one link in and one link out, and only
+products and transfers take time.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ Start = op.GatherStart | op.ScatterStart | op.ExchangeStart
 
 
 class TransferTime(NamedTuple):
-    """The duration of a transfer."""
+    """Duration of a transfer."""
 
     links: tuple[tuple[Link, float], ...]  # each link that is occupied, and for how many seconds
     seconds: float  # from start to arrival
 
 
 class CollectiveTimes(NamedTuple):
-    """The duration of a collective."""
+    """Duration of a collective."""
 
     links: tuple[tuple[Link, float], ...]  # each link that is occupied, and for how many seconds
-    seconds: tuple[float, ...]  # from start to end on each member, in the order of the members
+    seconds: tuple[float, ...]  # from start to end on each member, in member order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs of one link in and one link out per rank; only products and transfers take time."""
+    """Costs with one link in and one link out per rank, in which only products and transfers take time."""
 
     transfer: Mapping[str, float]  # seconds to move one block, by kind
     product: float  # seconds of one (q block, kv block) product without a mask
-    weight: Callable[[int, int], float] = lambda q, kv: 1.0  # the visible share of a product
+    weight: Callable[[int, int], float] = lambda q, kv: 1.0  # visible fraction of a product
     # seconds to receive the tensors of an exchange of heads from all other members
     exchange: Callable[[HeadExchange], float] = lambda exchange: 0.0
 
@@ -66,7 +66,7 @@ class Costs:
         return TransferTime(((("out", src), seconds), (("in", dst), seconds)), seconds)
 
     def collective_times(self, start: Start) -> CollectiveTimes:
-        """Return the times of a collective, which occupies each member's links until that member has its data."""
+        """Return the times of a collective, which occupies each member's links until the member has its data."""
         if isinstance(start, op.ExchangeStart):
             seconds: tuple[float, ...] = (self.exchange(start.exchange),) * len(start.ranks)
         else:
@@ -78,9 +78,7 @@ class Costs:
         )
 
     def balanced(self, plan: Plan) -> Costs:
-        """Return the same costs with another duration of products, such that the busiest rank computes for as long as
-        the busiest link in is occupied.
-        """
+        """Return costs with products scaled so that the busiest rank computes as long as the busiest link receives."""
         unit = dataclasses.replace(self, product=1.0)
         return dataclasses.replace(self, product=communication(plan, self) / computation(plan, unit))
 
@@ -91,7 +89,7 @@ def computation(plan: Plan, costs: Costs) -> float:
 
 
 def communication(plan: Plan, costs: Costs) -> float:
-    """Return the seconds for which the busiest link in is occupied, with the exchanges of heads around the plan."""
+    """Return the seconds for which the busiest inward link is occupied, including exchanges of heads."""
     inward = inward_fields(plan.direction, True, SavedForBackward.QKV_AND_OUT, KV)
     exchanges = [HeadExchange(0, True, fields) for fields in inward]
     exchanges += [HeadExchange(0, False, fields) for fields in outward_fields(plan.direction, False, KV)]
@@ -99,7 +97,7 @@ def communication(plan: Plan, costs: Costs) -> float:
 
 
 class HeadSplit(NamedTuple):
-    """How the heads of a call are divided among Ulysses ranks and into head chunks."""
+    """Division of a call's heads among Ulysses ranks and into head chunks."""
 
     ulysses_size: int = 1
     head_chunks: int = 1
@@ -111,8 +109,10 @@ UNSPLIT = HeadSplit()
 
 
 def programs_of(plan: Plan, head_split: HeadSplit = UNSPLIT) -> list[Program]:
-    """Return all CP ranks' programs, for results that are sent in accum_dtype. The programs are those of one Ulysses
-    rank, since all Ulysses ranks do the same at the same time; all head chunks are the same.
+    """Return the programs of all CP ranks, for results that are sent in accum_dtype.
+
+    The programs belong to one Ulysses rank, because all Ulysses ranks do the same work at the same time. All head
+    chunks run the same program.
     """
     inner = [
         lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.blocks_per_rank)
@@ -128,7 +128,7 @@ def programs_of(plan: Plan, head_split: HeadSplit = UNSPLIT) -> list[Program]:
 
 
 def _with_local_exchanges(program: Program) -> Program:
-    """Return the program with exchanges of heads that do not wait for other ranks."""
+    """Return the program with head exchanges that do not wait for other ranks."""
     code = (
         instruction._replace(ranks=(program.rank,)) if isinstance(instruction, op.ExchangeStart) else instruction
         for instruction in program.code
@@ -137,35 +137,36 @@ def _with_local_exchanges(program: Program) -> Program:
 
 
 def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
-    """Return the timeline of all ranks, in order of time; programs[r] is the program of rank r. The rank with the
-    earliest time is advanced next. Transfers that both ends have posted occupy their links before transfers that are
-    posted later. Of transfers posted at the same time, the one that comes first in its program goes first.
+    """Return the timeline of all ranks, in order of time, where `programs[r]` is the program of rank r.
+
+    The rank with the earliest time is advanced next. Transfers occupy links in the order in which both ends have posted
+    them. Among transfers posted at the same time, the transfer that comes first in its program has priority.
     """
     return _Simulation(programs, costs).run()
 
 
-# (source, destination, tag) of a transfer; (ranks, label, type), and a member, of a collective
+# transfer: (source, destination, tag); collective: (ranks, label, type), or (ranks, label, type, member)
 Name = tuple
-Index = tuple[int, int]  # number of an instruction in its program, and of a transfer in the instruction
+Index = tuple[int, int]  # instruction number in the program, transfer number in the instruction
 
 
 class _Simulation:
     def __init__(self, programs: Sequence[Program], costs: Costs) -> None:
         self.programs, self.costs, size = programs, costs, len(programs)
         self.at, self.now = [0] * size, [0.0] * size
-        self.link_free: dict[Link, float] = defaultdict(float)  # time from which a link is free
-        self.running = [(0.0, 0, rank) for rank in range(size)]  # a heap: (now, at, rank) of ranks that do not wait
+        self.link_free: dict[Link, float] = defaultdict(float)  # time when a link becomes free
+        self.running = [(0.0, 0, rank) for rank in range(size)]  # heap of (now, at, rank) for ranks that do not wait
         self.waiting: set[int] = set()
-        # (transfer, end) -> (time, index) of each post that the other end has not matched yet
+        # (transfer, end) -> (time, index) of each post that is not matched by the other end
         self.posted: dict[tuple[Name, int], deque[tuple[float, Index]]] = defaultdict(deque)
         # collective -> (time, instruction) of each member that has joined
         self.joined: dict[Name, list[tuple[float, int]]] = defaultdict(list)
-        # a heap: (time, indices, ranks, number) of each transfer that both ends have posted, and a function to start it
+        # heap of transfers posted by both ends: (time, indices, ranks, number), and a function that starts the transfer
         self.ready: list[tuple[tuple, Callable[[], None]]] = []
         self.number = itertools.count()
-        self.ended: dict[Name, list[float]] = defaultdict(list)  # a transfer -> times at which it ended, in order
-        self.expected: dict[Name, int] = defaultdict(int)  # a transfer -> how often its receiver has posted it
-        self.due: dict[tuple[int, int], list[tuple[Name, int, str]]] = {}  # (rank, ticket) -> what its wait is for
+        self.ended: dict[Name, list[float]] = defaultdict(list)  # transfer -> end times, in order
+        self.expected: dict[Name, int] = defaultdict(int)  # transfer -> number of posts by the receiver
+        self.due: dict[tuple[int, int], list[tuple[Name, int, str]]] = {}  # (rank, ticket) -> transfers to wait for
         self.events: list[Event] = []
 
     def run(self) -> Timeline:
@@ -178,7 +179,7 @@ class _Simulation:
         return Timeline(tuple(self.events))
 
     def advance(self, rank: int) -> None:
-        """Execute a rank's next instruction, or let the rank wait."""
+        """Execute a rank's next instruction, or make the rank wait."""
         code, at = self.programs[rank].code, self.at[rank]
         if at == len(code):
             return
@@ -190,7 +191,7 @@ class _Simulation:
         heapq.heappush(self.running, (self.now[rank], self.at[rank], rank))
 
     def blocked(self, rank: int) -> bool:
-        """Return whether the next instruction waits for something that has not ended yet."""
+        """Return whether a rank's next instruction waits for an unfinished transfer."""
         instruction = self.programs[rank].code[self.at[rank]]
         if not isinstance(instruction, op.Wait):
             return False
@@ -215,18 +216,21 @@ class _Simulation:
             self.join(rank, instruction)
 
     def expect(self, name: Name, label: str) -> tuple[Name, int, str]:
-        """Return what a wait is for: a transfer, the number of earlier ones with its name, and its label."""
+        """Return the target of a wait: a transfer, the number of earlier transfers with the same name, and a label."""
         self.expected[name] += 1
         return name, self.expected[name] - 1, label
 
     def spend(self, rank: int, kind: str, seconds: float, label: str) -> None:
-        """Add an event of this many seconds to a rank."""
+        """Add an event with this duration to a rank."""
         if seconds > 0:
             self.events.append(Event(rank, kind, self.now[rank], self.now[rank] + seconds, label))
             self.now[rank] += seconds
 
     def post(self, name: Name, end: int, transfer: Transfer, index: Index) -> None:
-        """Post one end of a transfer (0 sends, 1 receives), which can start once the other end is posted too."""
+        """Post one end of a transfer (0 sends, 1 receives).
+
+        The transfer can start when the other end is also posted.
+        """
         src, dst, _ = name
         now = self.now[(src, dst)[end]]
         if not self.posted[name, 1 - end]:
@@ -243,14 +247,17 @@ class _Simulation:
         self.arrive(dst, name, start, seconds, _label(transfer.unit, src, dst))
 
     def occupy(self, since: float, links: Sequence[tuple[Link, float]]) -> float:
-        """Occupy links once all are free, not before `since`, and return the start. For `links` see `TransferTime`."""
+        """Occupy links when all of them are free, but not before `since`, and return the start time.
+
+        `links` has the same format as in `TransferTime`.
+        """
         start = max(since, *(self.link_free[link] for link, _ in links)) if links else since
         for link, seconds in links:
             self.link_free[link] = start + seconds
         return start
 
     def join(self, rank: int, instruction: Start) -> None:
-        """Let a rank join a collective, which starts when all members have joined and its links are free."""
+        """Add a rank to a collective, which starts when all members have joined and the collective's links are free."""
         ranks, label = instruction.ranks, label_of(instruction)
         name = ranks, label, type(instruction).__name__
         self.due[rank, instruction.ticket] = [self.expect((*name, rank), label)]
@@ -268,7 +275,7 @@ class _Simulation:
             self.arrive(member, (*name, member), start, seconds, label_of(instruction), kind)
 
     def arrive(self, rank: int, name: Name, start: float, seconds: float, label: str, kind: str = "move") -> None:
-        """Record the arrival of a transfer on a rank, and resume the rank if it was waiting for it."""
+        """Record the arrival of a transfer on a rank, and resume the rank if it was waiting for the transfer."""
         end = start + seconds
         self.ended[name].append(end)
         self.events.append(Event(rank, kind, start, end, label))

@@ -1,6 +1,6 @@
-"""A schedule without Python: the plans of a file, which `show --plan` prints and the setting `"file:PATH"` reads.
+"""Schedules stored as plan files, which `show --plan` prints and the setting `"file:PATH"` reads.
 
-A file contains a plan for each direction: a header, and a row for each step with a column for each rank. Two or more
+A file contains one plan per direction: a header, and a row for each step with a column for each rank. Two or more
 spaces separate columns, and "#" begins a comment line. docs/choosing_settings.md explains the actions.
 
     mine forward, 2 ranks
@@ -35,18 +35,18 @@ from ..core.compiler.sharding.masks import CAUSAL, visibility
 from ..core.compiler.sharding.shards import EvenShards
 from .validate import validate
 
-FILE = "file:"  # what the setting begins with
-MOST_RANKS = 1024  # of a plan in a file
+FILE = "file:"  # prefix of the setting
+MOST_RANKS = 1024  # maximum number of ranks of a plan in a file
 HEAD = re.compile(r"(\S.*) (forward|backward), (\d{1,4}) ranks(?:, (\d{1,4}) blocks each)?")
 KEY = r"\((\d{1,6}(?:,\d{1,6})*)\)"
 ACTION = re.compile(rf"(q|kv|out|dq|dkv){KEY}(?:\*kv{KEY}|([<>])(\d{{1,4}})(?:\+(\d{{1,6}}))?|([@%]))")
 
 
 def parse(text: str) -> dict[str, Plan]:
-    """Return direction -> plan of a file's text.
+    """Return the plans in a file's text, by direction.
 
     Raises:
-        PlanError: The text is not two plans; the message shows the lines around the wrong one, which is marked.
+        PlanError: If the text does not contain two plans; the message shows and marks the invalid line.
     """
     lines = [line.rstrip() for line in text.splitlines() if not line.startswith("#")]
     tables = [[*table] for filled, table in itertools.groupby(lines, bool) if filled]
@@ -118,17 +118,18 @@ def _key(text: str) -> Key:
 
 
 def read(name: str, schedules: Iterable[Schedule]) -> Schedule:
-    """Return the schedule of a file.
+    """Return the schedule of a plan file.
 
-    It has the layouts under which its plans compute everything that a causal mask leaves, in the order of `schedules`.
+    The schedule supports the layouts under which its plans compute all products visible under a causal mask, in the
+    order of `schedules`.
 
     Args:
         name: "file:PATH".
-        schedules: The schedules whose layouts are tried.
+        schedules: Schedules whose layouts are tried.
 
     Raises:
-        ConfigError: The file cannot be read.
-        PlanError: A plan would compute something other than attention, or hang; see `parse` and `validate`.
+        ConfigError: If the file cannot be read.
+        PlanError: If a plan would hang or compute something other than attention; see `parse` and `validate`.
     """
     place = f"{SECTION}.schedule {name}"
     try:
@@ -179,7 +180,7 @@ def _computed(plan: Plan) -> set[tuple[int, int]]:
 
 
 def _layouts(plans: Mapping[str, Plan], schedules: Iterable[Schedule]) -> tuple[str, ...]:
-    """Return the layouts under which all plans compute what a causal mask leaves; raise PlanError if there is none."""
+    """Return the layouts under which all plans cover a causal mask, or raise PlanError if there is none."""
     size, blocks = plans["forward"].size, plans["forward"].blocks
     computed = _computed(plans["forward"]) & _computed(plans["backward"])
     shapes = [schedule.at(size, options) for schedule in schedules for options in schedule.shapes(size)]
@@ -199,12 +200,15 @@ def _layouts(plans: Mapping[str, Plan], schedules: Iterable[Schedule]) -> tuple[
 
 def _axes(plans: Mapping[str, Plan]) -> tuple[Axes, tuple[str, ...]]:
     """Return the axes of a grid of ranks that contains all collectives, and the names of the axes with collectives.
-    Process groups are made along axes, the same on all ranks.
+
+    Process groups are created along the axes, which are the same on all ranks.
     """
     size = plans["forward"].size
     steps = [step for plan in plans.values() for ranks in plan.ranks for step in ranks]
     groups = {action.ranks for step in steps for action in (*step.gathers, *step.reduces)}
-    lengths = {ranks[1] - ranks[0]: len(ranks) for ranks in groups if len(ranks) > 1}  # by the distance of neighbors
+    lengths = {
+        ranks[1] - ranks[0]: len(ranks) for ranks in groups if len(ranks) > 1
+    }  # size of groups by the distance between neighbors
     axes: list[tuple[str, int]] = []
     stride = 1
     for number, (distance, length) in enumerate([*sorted(lengths.items()), (size, 1)]):

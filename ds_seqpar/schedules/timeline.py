@@ -1,4 +1,4 @@
-"""The timeline of simulated ranks: events, their durations, and a trace for Perfetto."""
+"""Timeline of simulated ranks: events, their durations, and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..base.files import write_text
 
-# kind of event -> the track of a rank that shows it
+# track of a rank for each kind of event
 TRACKS = {
     "product": "compute",
     "merge": "compute",
@@ -25,10 +25,10 @@ TRACKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """An activity of `rank` from `start` to `end`, in seconds.
+    """Activity of `rank` from `start` to `end`, in seconds.
 
-    A kind is "product", "merge", "copy", "post" (messages and collectives are started), "wait", "move" (a message or a
-    shard of a collective arrives) or "exchange" (tensors of other Ulysses ranks arrive).
+    The kinds are "product", "merge", "copy", "post" (messages and collectives are started), "wait", "move" (a message
+    or a shard of a collective arrives) and "exchange" (tensors of other Ulysses ranks arrive).
     """
 
     rank: int  # SP rank
@@ -40,13 +40,13 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """Events in any order, from time 0 on."""
+    """Events in any order, starting at time 0."""
 
     events: tuple[Event, ...]
 
     @functools.cached_property
     def seconds(self) -> float:
-        """The time of the last end, from the beginning at 0: the critical path."""
+        """Length of the critical path: the time at which the last event ends."""
         return max((event.end for event in self.events), default=0.0)
 
     @functools.cached_property
@@ -61,20 +61,22 @@ class Timeline:
         return tuple(sorted(self._by_rank))
 
     def of(self, rank: int, *kinds: str) -> list[Event]:
-        """Return a rank's events of these kinds, in their order."""
+        """Return a rank's events of these kinds, in their original order."""
         return [event for event in self._by_rank.get(rank, ()) if event.kind in kinds]
 
     def save(self, file: str | Path, title: str = "") -> None:
         """Write a JSON file in Chrome's trace event format, for ui.perfetto.dev.
 
-        A rank is a process ("pid", named by an event "M"). Its tracks are "compute" and "receive", with a "receive 2"
-        if messages overlap. An Event is a complete event ("X"), its times in microseconds and its kind as "cat".
+        Each rank is a process ("pid", named by an event "M"). The tracks of a rank are "compute" and "receive", with a
+        "receive 2" if messages overlap. Each `Event` becomes a complete event ("X"), with times in microseconds and the
+        kind as "cat".
 
         Args:
-            title: The name of ranks, before their number.
+            file: Path of the JSON file.
+            title: Text before the rank number in the name of each rank.
 
         Raises:
-            ConfigError: if the file cannot be written.
+            ConfigError: If the file cannot be written.
         """
         events: list[dict[str, object]] = []
         for pid, rank in enumerate(self.ranks):
@@ -84,7 +86,7 @@ class Timeline:
 
 
 def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:
-    """Return (lane, event) for each event, by start time; an event is put in the first free lane."""
+    """Return (lane, event) pairs by start time, with each event in the first free lane."""
     placed, ends = [], list[float]()
     for event in sorted(events, key=lambda event: (event.start, event.end)):
         lane = next((lane for lane, end in enumerate(ends) if end <= event.start), len(ends))
@@ -94,10 +96,9 @@ def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:
 
 
 def _process(timeline: Timeline, rank: int, pid: int) -> list[dict[str, object]]:
-    """Return the trace events of a rank."""
     events, tid = [], 0
     for track in ("compute", "receive"):
-        # what a rank does follows one another; messages overlap, which a single track cannot show
+        # activities of a rank never overlap, but messages do, which a single track cannot show
         placed = lanes(timeline.of(rank, *(kind for kind, on in TRACKS.items() if on == track)))
         count = 1 + max((lane for lane, _ in placed), default=-1)
         for lane in range(count):

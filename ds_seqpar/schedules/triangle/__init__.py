@@ -1,7 +1,7 @@
-"""The triangle: causal attention in which a rank receives only what its tile of the causal triangle needs.
+"""Triangle schedule for causal attention, in which a rank receives only data for its tile of the causal triangle.
 
-docs/choosing_settings.md derives it with diagrams: which rank owns which chunks, that every product is computed once,
-and the bytes.
+docs/choosing_settings.md derives the schedule with diagrams: the owner of each chunk, why every product is computed
+exactly once, and the number of bytes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from .tiling import Stop, Tiling, pair_of, tiling
 
 
 def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
-    """Return the steps of the triangle, in which ranks are the tiles of the causal triangle.
+    """Return the steps of the triangle schedule, in which each rank computes one tile of the causal triangle.
 
-    Rank (i, j), j < i < T, computes q of sequence block i with k/v of block j, each of T - 1 chunks. On the diagonal it
-    computes the products that cost no bytes: in block i, all early queries that see its own early k/v chunk, and in
-    block j, all k/v that its own late query chunk sees. Every rank then has T (T - 1) products of chunks; half-visible
-    ones count half. With R strips to a block its tile is one strip of q and a whole block of k/v: `Tiling`.
+    Rank (i, j), with j < i < T, computes q of sequence block i with k/v of block j, where each block has T - 1 chunks.
+    On the diagonal, the rank computes products that cost no bytes. In block i, the rank computes all early queries that
+    see its own early k/v chunk. In block j, the rank computes all k/v that its own late query chunk sees. Every rank
+    has T (T - 1) products of chunks; half-visible products count half. With R strips per block, a rank's tile consists
+    of one strip of q and a whole block of k/v; see `Tiling`.
 
-    Chunks rotate: q around a row's ranks in T - 2 hops, k/v around a column's ranks in R (T - 1) - 1 hops. Then results
-    are sent to the chunks' owners on the same routes. A hop of k/v starts in every second step. A hop of q starts in
-    the step before one of k/v, spaced so that both last equally long. Each may arrive until the next one starts, so a
-    rank passes one on without waiting for the other. Plans number chunks by their owner: rank r has 2 r, which is late
-    in block j, and 2 r + 1, early in block i.
+    Chunks rotate: q around the ranks of a row in T - 2 hops, and k/v around the ranks of a column in R (T - 1) - 1
+    hops. Results are then sent to the owners of the chunks on the same routes. A hop of k/v starts in every second
+    step. A hop of q starts in the step before a hop of k/v, and hops of q are spaced so that both rotations take
+    equally long. A chunk may arrive at any time before its next hop starts, so a rank forwards q without waiting for
+    k/v, and k/v without waiting for q. Plans number chunks by owner: rank r owns chunk `2 * r`, which is late in block
+    j, and chunk `2 * r + 1`, which is early in block i.
 
     Raises:
-        ConfigError: A query sees a later chunk, or moving_side is "q" (both sides move here).
+        ConfigError: If a query sees a later chunk, or if moving_side is "q" (both sides move in this schedule).
     """
     if moving_side != "kv":
         raise ConfigError('triangle moves k/v and queries by itself; got traveling q, use "kv" or "auto"')
@@ -52,8 +54,9 @@ def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_s
 
 
 def can_compute(q: int, kv: int) -> bool:
-    """Return whether the k/v chunk is at the query chunk's place or before it. Without strips, that depends only on
-    their numbers.
+    """Return whether a k/v chunk is at or before the place of a query chunk.
+
+    Without strips, the places of chunks depend only on their numbers.
     """
     blocks = pair_of(max(q, kv) // 2)[0] + 1
     return _is_causal(tiling(blocks * (blocks - 1) // 2, 1), q, kv)
@@ -66,15 +69,15 @@ def _is_causal(tiles: Tiling, q: int, kv: int) -> bool:
 class _Triangle(Counted):
     def __init__(self, tiles: Tiling, block_mask: BlockMask, direction: str) -> None:
         self.tiles, self.block_mask, self.direction = tiles, block_mask, direction
-        self.hops = {side: tiles.length(side) - 1 for side in ("q", "kv")}  # of a chunk that rotates
-        self.turn = self.comes("kv", self.hops["kv"])  # the first step in which results leave
+        self.hops = {side: tiles.length(side) - 1 for side in ("q", "kv")}  # number of hops of a rotating chunk
+        self.turn = self.comes("kv", self.hops["kv"])  # first step that sends results
         self.steps = max(1, self.turn + 2 * self.hops["kv"])
         self.products = functools.cache(self._products)
         self.rounds = functools.cache(self._rounds)
         self.reads = functools.cache(self._reads)
 
     def _products(self, rank: int) -> list[tuple[int, int]]:
-        """Return the (q chunk, k/v chunk) pairs that a rank needs: its tile and its share of the blocks' diagonal."""
+        """Return the (q chunk, k/v chunk) pairs that a rank computes: its tile and its share of the diagonal."""
         i, _, j = self.tiles.tile(rank)
         row, column = self.tiles.members("q", self.groups(rank, "q")[0]), self.tiles.members("kv", j)
         late = column.index(2 * rank)
@@ -85,13 +88,15 @@ class _Triangle(Counted):
         return [pair for pair in pairs if self.block_mask(*pair)]
 
     def _reads(self, rank: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the q and the k/v chunks in a rank's products."""
+        """Return the q chunks and the k/v chunks in a rank's products."""
         pairs = self.products(rank)
         return frozenset(q for q, _ in pairs), frozenset(kv for _, kv in pairs)
 
     def groups(self, rank: int, side: str) -> list[int]:
-        """Return the strips (side q) or blocks (side kv) of which a rank has or receives a chunk. Its row's strip or
-        its own block is first, and the others descend. So any two ranks have their common groups in the same order.
+        """Return the strips (side q) or blocks (side kv) from which a rank owns or receives a chunk.
+
+        The strip of the rank's row, or the rank's own block, comes first; the other strips or blocks follow in
+        descending order. Any two ranks therefore list their common groups in the same order.
         """
         i, strip, j = self.tiles.tile(rank)
         if side == "kv":
@@ -101,10 +106,10 @@ class _Triangle(Counted):
         return [i * self.tiles.strips + strip, *sorted({late, *lent}, reverse=True)]
 
     def visits(self, side: str, number: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Yield every chunk that rotates in a group, with the (rank, distance in hops) of its readers.
+        """Yield every rotating chunk of a group, with the (rank, distance in hops) of each reader.
 
-        These are the members that read it, without its owner. Then yield the same for chunks that ranks take for the
-        staircase.
+        Readers are the members that read the chunk, without the owner of the chunk. Chunks that ranks take for the
+        staircase are yielded afterwards, in the same form.
         """
         route = self.tiles.route(side, number)
         for start, (chunk, _) in enumerate(route):
@@ -114,10 +119,11 @@ class _Triangle(Counted):
             yield chunk, [(r, hop) for hop, r in enumerate(ranks, 1) if chunk in self.reads(r)[side == "kv"]]
 
     def _rounds(self, side: str, number: int) -> list[tuple[str, Move, int]]:
-        """Return all moves of a group: (field of `Step`, move, step).
+        """Return all moves of a group as (field of `Step`, move, step).
 
-        A chunk's owner sends it to the first member that reads it, which passes it on. On the same route each member
-        adds its result, and the last sends the sum to the chunk's owner.
+        The owner of a chunk sends the chunk to the first member that reads it, and each reader forwards the chunk to
+        the next one. Results travel on the same route. Each member adds its own result, and the last member sends the
+        sum to the owner of the chunk.
         """
         rounds, kind = [], self.kind(side)
         for chunk, visits in self.visits(side, number):
@@ -132,7 +138,7 @@ class _Triangle(Counted):
         return rounds
 
     def kind(self, side: str) -> str:
-        """Return the kind of result of this side's chunks that leaves the rank; "" for none."""
+        """Return the kind of result that leaves a rank for chunks of this side, or "" if no result leaves."""
         kinds = ACCUMULATORS[self.direction]
         return kinds[0] if side == "q" else "dkv" if "dkv" in kinds else ""
 
@@ -149,8 +155,8 @@ class _Triangle(Counted):
     def timed(self, rank: int) -> list[list[tuple[int, int]]]:
         """Return a rank's products by step.
 
-        A step has the products whose results must leave in it, up to an equal share of all remaining products. Among
-        computable products, those whose results leave first come first.
+        A step computes an equal share of the remaining products, and any further products whose results must leave in
+        the step. Products whose results leave earliest are computed first.
         """
         far = {side: self.away(rank, side) for side in ("q", "kv")}
         waiting = []
@@ -168,7 +174,7 @@ class _Triangle(Counted):
         return steps
 
     def away(self, rank: int, side: str) -> dict[int, int]:
-        """Return the distance in hops of each chunk that a rank receives; its own, at 0 hops, are left out."""
+        """Return the distance in hops of each chunk that a rank receives."""
         hops: dict[int, int] = {}
         for number in self.groups(rank, side):
             for chunk, visits in self.visits(side, number):
@@ -177,17 +183,20 @@ class _Triangle(Counted):
         return hops
 
     def starts(self, side: str, hop: int) -> int:
-        """Return the step in which hop number `hop` of a chunk, counted from 1, starts."""
+        """Return the step in which a hop of a chunk starts, with hops counted from 1."""
         if side == "kv":
             return 2 * hop - 1 if hop else 0
         return 2 * ((hop - 1) * self.hops["kv"] // self.hops["q"]) if hop else 0
 
     def comes(self, side: str, hops: int) -> int:
-        """Return the first step that can compute with a chunk from `hops` hops away."""
+        """Return the first step that can use a chunk from `hops` hops away."""
         return self.starts(side, hops + 1) if hops else 0
 
     def leaves(self, side: str, hops: int) -> int:
-        """Return the step in which the results of a chunk from `hops` hops away leave; results of own chunks stay."""
+        """Return the step that sends the results of a chunk from `hops` hops away.
+
+        For a rank's own chunks, whose results are never sent, the last step is returned.
+        """
         return self.turn + self.starts(side, hops) if hops and self.kind(side) else self.steps - 1
 
     def received(self, units: Mapping[str, float]) -> list[float]:
@@ -199,10 +208,11 @@ class _Triangle(Counted):
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Return the elements that each rank receives.
+    """Return the number of elements that each rank receives.
 
-    Each receives T - 2 chunks of q and R (T - 1) - 1 of k/v, and the same number of results, minus those that start
-    with it, plus one from the group that it is outside of. The elements of `Tiling.stairs` are added.
+    A rank receives T - 2 chunks of q and R (T - 1) - 1 chunks of k/v. A rank also receives one result per received
+    chunk, except for results that start at the rank, and one result from the group that the rank does not belong to.
+    The elements of `Tiling.stairs` are added.
     """
     tiles = _tiling_of(dict(axes))
     kinds = {"q": "out"} if direction == "forward" else {"q": "dq", "kv": "dkv"}
@@ -223,9 +233,9 @@ def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, f
 
 
 def _foreign(route: Sequence[Stop], at: int) -> int:
-    """Return the number of outside chunks that start directly before a member.
+    """Return the number of outside chunks that start directly before a member of a group.
 
-    The member is the first to have a result for them.
+    The member is the first rank to compute results for the outside chunks.
     """
     return next(n for n in range(len(route)) if route[at - 1 - n].rank is not None)
 
@@ -235,11 +245,14 @@ def _tiling_of(axes: Mapping[str, int]) -> Tiling:
     return tiling(strips * axes["pair"], strips)
 
 
-STRIPS = {1: "pairs", 2: "pairs2", 4: "pairs4", 8: "pairs8"}  # strips of a block -> the layout that they need
+STRIPS = {1: "pairs", 2: "pairs2", 4: "pairs4", 8: "pairs8"}  # number of strips per block -> required layout
 
 
 def pairs(tokens: int, ranks: int, rank: int, strips: int = 1) -> Runs:
-    """Return a rank's chunk of one block and its chunk of a later block. For `strips` T (T - 1) / 2 ranks only."""
+    """Return a rank's chunk of one block and its chunk of a later block.
+
+    The number of ranks must be `strips` times T (T - 1) / 2.
+    """
     chunks = tiling(ranks, strips).owned[rank]
     ends = [(tokens * c // (2 * ranks), tokens * (c + 1) // (2 * ranks)) for c in chunks]
     return tuple(Run(low, 1, high - low) for low, high in ends)
@@ -261,8 +274,7 @@ def _fits(ranks: int, strips: int) -> bool:
 def resolve(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
     """Return the number of strips.
 
-    If it is not set, it is the one with which the busiest rank receives the fewest elements for these heads, forward
-    and backward together.
+    The default minimizes the number of elements that the busiest rank receives for these heads in forward and backward.
     """
     legal = [options["strips"] for options in shapes(ranks)]
     if not legal:
@@ -278,7 +290,7 @@ def resolve(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> Sch
 
 
 def _elements(ranks: int, strips: int, heads: HeadCounts) -> float:
-    """Return the elements that the busiest rank receives in forward and backward; a chunk of one head counts as one."""
+    """Return the elements that the busiest rank receives in forward and backward, in chunks of one head."""
     q, kv = heads[0], 2 * heads[1]
     units = {"forward": {"q": q, "kv": kv, "out": q}, "backward": {"q": 2 * q, "kv": kv, "dq": q, "dkv": kv}}
     return sum(max(received(axes(ranks, {"strips": strips}), direction, "kv", units[direction])) for direction in units)
@@ -289,7 +301,7 @@ def axes(ranks: int, options: ScheduleOptions) -> Axes:
 
 
 def by_shape(ranks: int, options: ScheduleOptions) -> Mapping[str, Any]:
-    """Return the fields that differ: each number of strips has its own layout, and its own order of chunks."""
+    """Return the fields that depend on the number of strips: the layout and the order of chunks."""
     layout = STRIPS[options["strips"]]
     return {
         "layouts": (layout,),

@@ -1,5 +1,6 @@
-"""The causal half of attention as tiles, one for each rank: the chunks that a rank owns, and the ranks that it works
-with.
+"""Tiling of the causal half of attention, with one tile per rank.
+
+A `Tiling` determines the chunks that each rank owns, and the ranks with which each rank exchanges chunks.
 """
 
 from __future__ import annotations
@@ -13,45 +14,47 @@ from ...base.errors import ConfigError
 
 
 def pair_of(rank: int) -> tuple[int, int]:
-    """Return the rank-th of the pairs (i, j), 0 <= j < i: (1, 0), (2, 0), (2, 1), (3, 0) ...
+    """Return pair number `rank` of the pairs (i, j) with 0 <= j < i: (1, 0), (2, 0), (2, 1), (3, 0) ...
 
-    The first T (T - 1) / 2 of them have i < T, so that of T (T - 1) / 2 itself is (T, 0).
+    The first T (T - 1) / 2 pairs have i < T, so pair number T (T - 1) / 2 is (T, 0).
     """
     i = (1 + math.isqrt(1 + 8 * rank)) // 2
     return i, rank - i * (i - 1) // 2
 
 
 class Stop(NamedTuple):
-    """A stop on the route of a group, where a chunk starts."""
+    """Stop on the route of a group, where a chunk starts."""
 
     chunk: int
-    rank: int | None  # the member here; None where the chunk's owner is outside of the group
+    rank: int | None  # member at the stop; None if the chunk's owner is outside the group
 
 
 class Tiling:
-    """The tiles of a sequence of T blocks of R = `strips` strips of T - 1 chunks.
+    """Tiles of a sequence with T blocks, R = `strips` strips per block, and T - 1 chunks per strip.
 
-    There are two chunks for each of A = R T (T - 1) / 2 ranks.
+    Each of the A = R T (T - 1) / 2 ranks owns two chunks.
 
-    Rank R (i (i - 1) / 2 + j) + p, j < i < T, computes q of strip p of block i with k/v of block j. It is in the row of
-    strip (i, p), which is number R i + p, and in the column of block j. Of strip (i, p) it owns chunk j, an early one:
-    the first i are early. Of some strip of block j it owns a late one, at j or after. Chunks have two numbers: their
-    `place` in the sequence, and that of the plan, 2 rank for a late one and 2 rank + 1 for an early one.
+    Rank R (i (i - 1) / 2 + j) + p, with j < i < T, computes q of strip p of block i with k/v of block j. The rank
+    belongs to the row of strip (i, p), which is strip number R i + p, and to the column of block j. In strip (i, p),
+    the rank owns chunk j. The first i chunks of the strip are called early. In some strip of block j, the rank owns a
+    late chunk, at position j or after. Every chunk has two numbers: its `place` in the sequence and its number in the
+    plan. The number in the plan is `2 * rank` for a late chunk and `2 * rank + 1` for an early chunk.
 
-    Products inside a block are not in any tile. Products of one strip's early chunks, or of late queries, cost a row or
-    column no bytes. The rest is the staircase: early queries of a strip with k/v of the strips before it in its block.
-    A rank of the row takes some of these k/v chunks (`fetched`), up to about the cost of a query. The others are left
-    to ranks of the block's column, which take the query instead (`lent`).
+    Products inside a block belong to no tile. Products of one strip's early chunks, and products of late queries, cost
+    a row or column no bytes. The remaining products inside a block form the staircase: early queries of a strip with
+    k/v of earlier strips in the same block. A rank of the row takes some of the k/v chunks (`fetched`), as long as they
+    cost no more than about one query. The other k/v chunks are left to ranks of the block's column, which take the
+    query instead (`lent`).
     """
 
     def __init__(self, ranks: int, strips: int) -> None:
         self.ranks, self.strips, (self.blocks, more) = ranks, strips, pair_of(ranks // strips)
         if more or ranks % strips:
             raise ConfigError(f"tiles of {strips} strips need {strips} times T (T - 1) / 2 ranks; got {ranks}")
-        self.long = self.blocks - 1  # chunks of a strip
-        self.lent: dict[tuple[int, int], int] = {}  # (strip, chunk in it) -> rank
+        self.long = self.blocks - 1  # number of chunks per strip
+        self.lent: dict[tuple[int, int], int] = {}  # (strip, chunk in the strip) -> rank
         self.left = self._left()
-        self.owned = [(0, 0)] * ranks  # of each rank the places of its late and of its early chunk
+        self.owned = [(0, 0)] * ranks  # places of each rank's late chunk and early chunk
         for block in range(self.long):
             self._own(block)
         self.place = [place for both in self.owned for place in both]
@@ -78,28 +81,28 @@ class Tiling:
         return range(first, first + self.strips)
 
     def groups(self) -> list[tuple[str, int]]:
-        """Return (side, number) of every strip, and of every block."""
+        """Return the (side, number) key of every strip and block."""
         counts = {"q": self.blocks * self.strips, "kv": self.blocks}
         return [(side, number) for side, count in counts.items() for number in range(count)]
 
     def group(self, side: str, number: int) -> list[int]:
-        """Return the ranks of a row (side q) or of a column (side kv)."""
+        """Return the ranks of a row (side q) or a column (side kv)."""
         return self.row(number) if side == "q" else self.column(number)
 
     def length(self, side: str) -> int:
-        """Return the number of chunks of a strip, or of a block."""
+        """Return the number of chunks in a strip (side q) or a block (side kv)."""
         return self.long if side == "q" else self.long * self.strips
 
     def members(self, side: str, number: int) -> list[int]:
-        """Return the chunks of a strip or a block, by place."""
+        """Return the chunks of a strip or a block, in order of place."""
         length = self.length(side)
         return self.chunks[number * length : (number + 1) * length]
 
     def route(self, side: str, number: int) -> list[Stop]:
-        """Return a group's route: each chunk starts at a stop and moves on by one stop a turn.
+        """Return a group's route, on which each chunk starts at a stop and moves on by one stop per turn.
 
-        Outside chunks are spread evenly between the members' chunks, so that all members' results travel equally far.
-        The route is empty without members.
+        Outside chunks are spread evenly between the members' chunks, so that the results of all members travel equally
+        far. The route of a group without members is empty.
         """
         chunks, ranks = self.members(side, number), set(self.group(side, number))
         members = [chunk for chunk in chunks if chunk // 2 in ranks]
@@ -113,10 +116,11 @@ class Tiling:
     # ---- the staircase
 
     def fetched(self, strip: int) -> int:
-        """Return the number of k/v chunks before a strip, in its block, that the row takes. They are the first ones, at
-        most 2, 6 or 12 per rank for 2, 4 or 8 strips. If no column can take the others, the row takes all. A query with
-        its result costs as much as R k/v chunks if R queries share a key; a few more balance the work better. The n-th
-        chunk goes to the row's rank n % i.
+        """Return the number of k/v chunks that the row of a strip takes from earlier strips of the block.
+
+        The row takes the first chunks, at most 2, 6 or 12 per rank for 2, 4 or 8 strips. If no column can take the
+        other chunks, the row takes all chunks. A query with its result costs as much as R k/v chunks if R queries share
+        a key; a few more chunks balance the work better. Chunk n goes to rank n % i of the row.
         """
         block, before = strip // self.strips, strip % self.strips * self.long
         return min(before, 3 * self.strips // 4 * 2 * block) if block < self.long else before
@@ -124,8 +128,8 @@ class Tiling:
     def _left(self) -> list[int]:
         """Lend queries, and return twice the number of chunk products of each rank on the diagonal and the staircase.
 
-        The products of its late queries are not counted. Queries with the most products are lent first, to the ranks of
-        the column that have the fewest.
+        The products of a rank's late queries are not counted. Queries with the most products are lent first, to the
+        ranks of the column with the fewest products.
         """
         work = [0] * self.ranks
         for rank in range(self.ranks):
@@ -134,7 +138,7 @@ class Tiling:
         for block in range(1, self.long):
             free: list[int] = []
             for strip in reversed(range(block * self.strips, (block + 1) * self.strips)):
-                others = strip % self.strips * self.long - self.fetched(strip)  # that the row does not take
+                others = strip % self.strips * self.long - self.fetched(strip)  # chunks that the row does not take
                 for chunk in range(block if others else 0):
                     free = free or sorted(self.column(block), key=lambda rank: (work[rank], rank))
                     rank = self.lent[strip, chunk] = free.pop(0)
@@ -142,14 +146,14 @@ class Tiling:
         return work
 
     def fetches(self, rank: int) -> range:
-        """Return the k/v chunks that a rank of a row takes, by their number in the block."""
+        """Return the k/v chunks that a rank of a row takes, numbered within the block."""
         block, strip, column = self.tile(rank)
         return range(column, self.fetched(block * self.strips + strip), block)
 
     def _own(self, block: int) -> None:
-        """Set the chunks that a column's ranks own.
+        """Set the chunks that the ranks of a column own.
 
-        The rank with the least to do owns the latest, which sees the most.
+        The rank with the least work owns the latest chunk, which sees the most keys.
         """
         places = [n for n in range(self.length("kv")) if n % self.long >= block]
         ranks = sorted(self.column(block), key=lambda rank: (-self.left[rank], -rank))
@@ -159,9 +163,9 @@ class Tiling:
             self.owned[rank] = block * self.length("kv") + place, early
 
     def stairs(self, side: str, number: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (chunk, ranks in order): the ranks outside a group's route that take the chunk for the staircase.
+        """Yield each staircase chunk of a group, with the ranks outside the group's route that take the chunk.
 
-        A chunk of k/v has one in each row that takes it.
+        The ranks of a chunk are in order. A k/v chunk is taken by one rank in each row that needs the chunk.
         """
         chunks = self.members(side, number)
         if side == "q":
@@ -185,7 +189,7 @@ class Tiling:
             yield from ((q, chunk) for chunk in kv[self.fetched(strip) : before])
 
     def lent_to(self, rank: int) -> list[tuple[int, int]]:
-        """Return (strip, chunk in it) of the queries that a rank of a column takes."""
+        """Return the (strip, chunk in the strip) of each query that is lent to a rank."""
         return [query for query, taker in self.lent.items() if taker == rank]
 
 
