@@ -306,7 +306,7 @@ def _in_step(sp: SequenceParallel, length: int, chunk: int | None, has_media: bo
 
 @contextlib.contextmanager
 def _without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Context manager that disables gradient checkpointing: in training mode a checkpointed layer would drop the cache."""
+    """Context manager that disables gradient checkpointing, which would drop the cache in training mode."""
     layers: list[Any] = [x for x in model.modules() if x.training and getattr(x, "gradient_checkpointing", False)]
     for layer in layers:
         layer.gradient_checkpointing = False
