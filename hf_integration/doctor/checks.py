@@ -174,7 +174,7 @@ def shape_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def model_of(place: str | None, ranks: int) -> PreTrainedModel:
-    """Return a model on the meta device: from a folder's config, or a Llama that the given number of ranks can share."""
+    """Return a model on the meta device: from a folder's config, or a Llama that `ranks` ranks can share."""
     q_heads = 8 * -(-ranks // 8)
     config = LlamaConfig(num_attention_heads=q_heads, num_key_value_heads=q_heads // 4, hidden_size=64, head_dim=64,
                          intermediate_size=128, vocab_size=256, num_hidden_layers=2)  # fmt: skip

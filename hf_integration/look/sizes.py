@@ -208,7 +208,9 @@ def _index(config: PreTrainedConfig, attention: Sequence[Any]) -> Index | None:
 
 
 def _mlp(layer: nn.Module, hidden: int, intermediate: int | list[int] | None) -> tuple[int, int]:
-    """Return (the width of a layer's MLP, its number of matrices of that width). A matrix of two gates counts as two."""
+    """Return (the width of a layer's MLP, its number of matrices of that width). Two fused gates count as two
+    matrices.
+    """
     attending = {x for module in _attention_in(layer) for x in module.parameters()}
     own = [x for name, x in layer.named_parameters() if x not in attending and "lora_" not in name]
     shapes = [shape for x in own if len(shape := whole_shape(x)) == 2 and hidden in shape]

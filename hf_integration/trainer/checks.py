@@ -237,7 +237,7 @@ def _datasets(trainer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def settings(trainer: Any) -> dict[str, object]:
-    """Return the settings that must be equal on all ranks, since each rank updates its part of the optimizer with them."""
+    """Return the settings that must be equal on all ranks, since each rank updates only its part of the optimizer."""
     configs = [vars(base) for base in type(trainer.args).__mro__ if base.__module__.startswith("trl.")]
     of_trl = {name for config in configs for name in config.get("__annotations__", ())} - {"dataset_num_proc"}
     names = [*EQUAL_ARGUMENTS, *sorted(of_trl)]
@@ -255,7 +255,7 @@ def lengths(trainer: Any) -> dict[str, int | None]:
 
 
 def columns_error(trainer: Any) -> ConfigError | None:
-    """Return the error for a `datasets` data set without token columns, all of whose columns the Trainer would remove."""
+    """Return the error for a `datasets` data set without token columns, since the Trainer would remove all columns."""
     if base_of_trl(type(trainer), *SUPPORTED) or not trainer.args.remove_unused_columns:
         return None  # trl's Trainers or image collators tokenize
     columns = (getattr(dataset, "column_names", None) for _, dataset in _datasets(trainer))
