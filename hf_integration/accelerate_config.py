@@ -1,8 +1,8 @@
 """Convert accelerate's ParallelismConfig, which configures DeepSpeed's Ulysses, to our "sequence_parallel" section.
 
 The ParallelismConfig comes from TrainingArguments, from a script that passes it to an Accelerator, or from accelerate's
-launcher through the environment. In each case it must be removed from the Accelerator, which would otherwise shard
-every batch a second time, with separate groups.
+launcher through the environment. The ParallelismConfig must be removed from the Accelerator, which would otherwise
+shard every batch a second time, with separate groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KERNELS = {
 
 
 def removed_from(accelerator: Accelerator) -> ParallelismConfig | None:
-    """Remove and return the ParallelismConfig of an Accelerator; None if there is none."""
+    """Remove and return the ParallelismConfig of an Accelerator, or None if there is none."""
     state: Any = accelerator.state
     parallelism, state.parallelism_config, state.device_mesh = state.parallelism_config, None, None
     return parallelism
@@ -34,7 +34,7 @@ def removed_from(accelerator: Accelerator) -> ParallelismConfig | None:
 def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, world: int) -> Any:
     """Return the section extended by the settings of a ParallelismConfig.
 
-    Raises ConfigError if section and ParallelismConfig contradict each other, or for fields unrelated to sequence
+    Raises ConfigError if the section contradicts the ParallelismConfig, or if a field is unrelated to sequence
     parallelism.
     """
     if parallelism is None or not isinstance(section, Mapping):  # SequenceParallelConfig raises if it is not a mapping

@@ -91,7 +91,7 @@ class GroupAccelerator(GroupState):
 
     Args:
         accelerator: The Accelerator of all ranks, kept as `own`.
-        sp: The SequenceParallel of the model; None until the model is patched.
+        sp: The SequenceParallel of the model, or None until the model is patched.
         of_trainer: Whether the Accelerator belongs to a Trainer, which compares values among ranks and moves whole
             batches to the device itself.
     """
@@ -140,7 +140,7 @@ class GroupAccelerator(GroupState):
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader:
-        """Prepare a loader with accelerate for this rank's group instead of this rank."""
+        """Prepare a loader with accelerate so that it serves this rank's group instead of this rank alone."""
         accelerator: Any = self.own
         if accelerator.dispatch_batches:
             raise ConfigError(
@@ -199,7 +199,7 @@ class GroupAccelerator(GroupState):
         return recursively_apply(lambda x: x[:real] if x.dim() else x, data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce to the sum, mean or maximum over groups."""
+        """Reduce a tensor to its sum, mean or maximum over groups."""
         if self.sp is None:
             return self.own.reduce(tensor, reduction, scale)
         groups = self.sp.data_size
@@ -353,7 +353,7 @@ _counted: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # Accelerators passe
 
 
 def watch(model: nn.Module) -> None:
-    """Make Accelerators report uses that would count each rank of a sequence separately.
+    """Make every Accelerator report calls that would count each rank of a sequence separately.
 
     Args:
         model: A patched base model.
@@ -371,7 +371,7 @@ def _guard() -> None:
 def _check(name: str, accelerator: Accelerator, frame: FrameType, args: tuple) -> None:
     """Raise ConfigError if user code calls a rank-counting member of an Accelerator whose model shares sequences.
 
-    Library code, which the user cannot change, causes only one warning.
+    Calls from library code, which the user cannot change, cause a single warning instead.
     """
     caller = frame.f_globals.get("__name__", "")
     is_exempt = caller.partition(".")[0] in EXEMPT_CALLERS

@@ -273,7 +273,7 @@ def without_zero_hooks(model: nn.Module) -> Iterator[None]:
 def outside_zero_init() -> Iterator[None]:
     """Context manager in which new modules get whole parameters, even inside `deepspeed.zero.Init`.
 
-    The context also covers a Trainer with ZeRO-3, where transformers would partition submodels.
+    The context also works under a Trainer with ZeRO-3, where transformers would otherwise partition submodels.
     """
     zero, breaks = (
         sys.modules.get("deepspeed.runtime.zero.partition_parameters"),
@@ -312,7 +312,7 @@ forward_pre_hooks = attribute("torch.nn.modules.module:Module._forward_pre_hooks
 
 
 def drop_children(module: nn.Module, names: Iterable[str]) -> None:
-    """Replace the children dict of a shallow module copy by one without the given names."""
+    """Remove the named children from a shallow copy of a module, without changing the original."""
     module._modules = {name: child for name, child in module._modules.items() if name not in names}
 
 

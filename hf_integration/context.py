@@ -43,8 +43,8 @@ class ForwardState:
 class ForwardContext:
     """One forward of a patched model.
 
-    Layers must receive the identical object. FSDP2 rebuilds dataclass arguments of modules, which would copy the state,
-    so ForwardContext hides that it is a dataclass.
+    Layers must receive the same context object, not a copy. FSDP2 rebuilds dataclass arguments of modules, which would
+    copy the state, so ForwardContext hides that it is a dataclass.
     """
 
     mode: Mode | None = None  # None until the base model's call decides
@@ -74,7 +74,7 @@ class ForwardContext:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether an inner module (the base model or its stack) may still become the module that shares the call."""
+        """Whether an inner module (the base model or its stack) may still decide how the call is shared."""
         return self.mode not in ("local", "sharded") and self.spec is None and self.cached is None
 
     @property

@@ -96,13 +96,13 @@ def base_of(model: Any) -> Any:
 
 
 def patch_of(model: Any) -> Any:
-    """Return the Patch of a model; None if the model is not patched."""
+    """Return the Patch of a model, or None if the model is not patched."""
     own = patch_on(base_of(model)) if hasattr(model, "base_model") else None
     return own and own.model
 
 
 def balance_weight(model: Any) -> float:
-    """Return the weight of the loss that balances experts; 0 if the model has no such loss."""
+    """Return the weight of the loss that balances experts, or 0 if the model has no such loss."""
     return next((getattr(owner, name) for owner, name in _balance_weights(model)), 0.0)
 
 
@@ -123,8 +123,8 @@ BALANCE = ("router_aux_loss_coef", "aux_loss_coef")  # attributes with the weigh
 class Name(str):
     """The name of our attention in a config. Copying or pickling yields the replaced name instead.
 
-    transformers searches attention names for "flash" to choose masks for flash attention. `Name` answers such a search
-    with the attention that local forwards use.
+    transformers searches attention names for "flash" to choose masks for flash attention. `Name` answers the search for
+    the attention that local forwards use.
     """
 
     replaced: str
@@ -137,8 +137,8 @@ class Name(str):
 
 
 def keep_name(config: Any, before: str | None = None) -> None:
-    """Set our attention in a config. Local forwards still use the attention in `before`, by default the config's
-    previous one.
+    """Set the name of our attention in a config. Local forwards still use the attention in `before`, by default the
+    config's previous one.
     """
     if not isinstance(name := attention_name(config), Name):
         ours = Name(NAME)
@@ -245,8 +245,8 @@ LIBRARIES = ("transformers", "liger_kernel", "trl", "peft", "accelerate", "torch
 def is_plain_head(module: Any) -> bool:
     """Return whether a module around the base model computes only the token losses of a causal language model.
 
-    Library heads for causal language models do. Heads of other kinds, user-defined forwards and adapters with a penalty
-    may compute any loss from the base model's outputs.
+    Library heads for causal language models compute only token losses. Heads of other kinds, user-defined forwards and
+    adapters with a penalty may compute any loss from the base model's outputs.
     """
     if _is_of_peft(module):  # the forward of a peft tuner may add a term to the loss
         tuner = next(cls for cls in type(module.base_model).__mro__ if "forward" in vars(cls))
@@ -270,7 +270,7 @@ def is_of_library(forward: Any) -> bool:
 
 
 def is_of_liger(forward: Callable[..., Any]) -> bool:
-    """Return whether a forward is Liger's, from a class by Liger or set on a module by Liger.
+    """Return whether a forward comes from Liger, as part of a Liger class or set on a module by Liger.
 
     Liger's norms, activations and RoPE process tokens independently, so a rank's local tokens suffice. Liger's fused
     loss takes shift_labels and num_items_in_batch and never materializes the whole logits, so it replaces our loss

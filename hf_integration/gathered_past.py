@@ -58,7 +58,7 @@ class Kept(Protocol):
 
     Attributes:
         tokens: The number of tokens, including the new ones.
-        first: By name, the first token whose values are still stored; 0 if missing.
+        first: By name, the first token whose values are still stored, or 0 if missing.
         entries: By name, the entries into which the module has compressed tokens (B, entries, ...).
     """
 
@@ -83,7 +83,7 @@ class GatheredPast:
         piece: The piece of tokens that the module runs on.
         gathered: By (name, tensor index), the gathered tensor of all tokens (B, tokens, ...).
         is_alone: Whether the piece sees only itself and the gathered tensors.
-        kept: The cached tensors of earlier forwards; None without a cache.
+        kept: The cached tensors of earlier forwards, or None without a cache.
         stores: Whether to store new tensors, as in a decode step, which gathers nothing.
 
     Attributes:
@@ -109,8 +109,8 @@ class GatheredPast:
         self.keys: Tensor | None = None
 
     def _all(self, what: str, *xs: Tensor, axis: int = -2, start: int = 0) -> list[Tensor]:
-        """Record tensors (B, ..., tokens, ...). If already gathered, return the document's tensors up to the piece's
-        end.
+        """Record tensors (B, ..., tokens, ...). Return gathered tensors of the document up to the piece's end if
+        available.
 
         Args:
             start: The first token that is needed.
@@ -154,7 +154,7 @@ class GatheredPast:
         """Return all complete compression windows.
 
         Each piece compresses all windows again, since ranks gather the windows' inputs. If entries are cached, only the
-        last cached window is returned again, because the next entry depends on it.
+        last cached window is returned again, because the next entry depends on that window.
         """
         rate = rate_of(self.module)
         known = None if self.kept is None else self.kept.entries.get(name)
@@ -213,7 +213,7 @@ class _OfPiece(UserDict):
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """Return the name of the cache argument of a module's forward; None if the forward takes no cache."""
+    """Return the name of the cache argument of a module's forward, or None if the forward takes no cache."""
     names = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHES if name in names), None)
 
@@ -226,7 +226,7 @@ def arguments(module: nn.Module, args: tuple, kwargs: Inputs) -> Inputs:
 
 
 def rate_of(module: nn.Module) -> int:
-    """Return how many tokens a module compresses into one entry; 0 without compression."""
+    """Return how many tokens a module compresses into one entry, or 0 without compression."""
     rate: Any = next((m.compress_rate for m in module.modules() if hasattr(m, "compress_rate")), 0)
     return rate
 
@@ -244,7 +244,7 @@ class Pieces:
 
     Args:
         module: The module.
-        window: The number of tokens that a query sees under the module's mask; None for all earlier tokens.
+        window: The number of tokens that a query sees under the module's mask, or None for all earlier tokens.
         args: The positional arguments of the call.
         kwargs: The keyword arguments of the call.
     """
@@ -292,7 +292,7 @@ class Pieces:
         Args:
             piece: The piece.
             run: The name of the run.
-            past: The cache; None to run without a cache.
+            past: The cache, or None to run without a cache.
             is_alone: Whether the piece sees only itself.
         """
         kept = None if past is None else past.kept
@@ -338,7 +338,7 @@ class Pieces:
         return low if given.is_floating_point() else low.to(given.dtype)
 
     def _mapped(self, name: str, x: Any, function: Callable[[Tensor, int], Tensor]) -> Any:
-        """Return an argument after applying a function to its per-token tensors and their token axis."""
+        """Apply a function to the per-token tensors of an argument, passing each tensor's token axis."""
         if isinstance(x, Mapping) and not isinstance(x, UserDict):
             return {key: self._mapped(name, value, function) for key, value in x.items()}
         if isinstance(x, tuple | list):
@@ -357,7 +357,7 @@ def _extended(x: Tensor, axis: int) -> Tensor:
 
 
 def joined(outputs: Sequence[Any], pieces: Sequence[Piece]) -> Any:
-    """Join a module's outputs for pieces into one output for all their tokens. Attention weights become None."""
+    """Join a module's outputs for several pieces into one output for all tokens. Attention weights become None."""
     if isinstance(outputs[0], tuple | list):
         return type(outputs[0])(joined(each, pieces) for each in zip(*outputs, strict=True))
     lengths = [piece.length for piece in pieces]
@@ -388,7 +388,7 @@ def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int 
         gather: Gathers tensors of the rank's tokens (B, local tokens, ...) into tensors of all tokens.
         count: The largest number of pieces on any rank. ZeRO-3 gathers parameters in each run, so all ranks need the
             same number of runs.
-        kept: Stores the gathered tensors; None to store nothing.
+        kept: Stores the gathered tensors, or None to store nothing.
     """
     tokens, mine, none = call.tokens, len(pieces), Taken()
     runs = [*pieces, *[Piece(call.tokens, 1, 0, 0)] * (count - mine)]
@@ -446,7 +446,7 @@ def of_all_rows(outputs: Sequence[Any], fill: int | None = None) -> Any:
 
     Args:
         outputs: The outputs of the rows, in order.
-        fill: The value that pads rows with fewer indices; None to repeat a row's last index.
+        fill: The value that pads rows with fewer indices, or None to repeat a row's last index.
     """
     first = outputs[0]
     if isinstance(first, tuple | list):
@@ -467,10 +467,10 @@ def at_once(call: Pieces, pieces: Sequence[Piece], gather: Gather, keep: sparse.
     """Run a module that `sparse` supports on all of this rank's tokens at once.
 
     Args:
-        call: As for `in_pieces`.
-        pieces: As for `in_pieces`.
-        gather: As for `in_pieces`.
-        keep: As for `sparse.Selection`.
+        call: See `in_pieces`.
+        pieces: See `in_pieces`.
+        gather: See `in_pieces`.
+        keep: See `sparse.Selection`.
     """
     output = selected(
         call if pieces else call.with_one_more(),
@@ -531,7 +531,7 @@ def gather_agreed(sp: SequenceParallel, peers: Runtime, xs: list[Tensor], segmen
 def _telling(sp: SequenceParallel, module: nn.Module) -> Iterator[None]:
     """Context manager for a module's run in forward, which raises a rank's error on all ranks.
 
-    Without this, the other ranks would wait for keys.
+    Otherwise the other ranks would wait for keys forever.
     """
     error, is_forward = None, graph_task() < 0
     try:
@@ -573,7 +573,7 @@ def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
     Args:
         module: The module.
         sp: The SequenceParallel whose ranks share sequences.
-        window: The window length of the module's mask; None without a window.
+        window: The window length of the module's mask, or None without a window.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ def use_latent(module: Any) -> None:
 
 
 def _expand_kv(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values, or the 3-dim (latent (B, s, R), matrix (H, R, D + Dv)) for attention to expand."""
+    """Return keys and values, or a latent (B, s, R) and the matrix (H, R, D + Dv) that expands it in attention."""
     if torch.compiler.is_compiling() and patched(module).sp.config.latent_attention != "latent":
         return type(module).expand_kv(module, kv_nope, k_rot)  # a compiled graph cannot detect which forward it runs in
     return _latent(module, kv_nope, k_rot)
@@ -66,7 +66,7 @@ def matrix_of(module: Any, kv_nope: Tensor, k_rot: Tensor) -> Tensor:
 
 
 def is_linear(module: Any, is_needed: bool = False) -> bool:
-    """Return whether the latent's projection is linear, so that unit vectors determine the projection.
+    """Return whether the latent's projection is linear, and thus determined by its results for unit vectors.
 
     Raises ConfigError if the projection must be linear and is not.
     """

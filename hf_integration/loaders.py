@@ -49,7 +49,7 @@ class Stream(IterableDataset):
 
 
 def examples_of(stream: Stream) -> int | None:
-    """Return the number of examples in one pass of the stream; None if workers read a stream without a length."""
+    """Return the number of examples in one pass of the stream, or None if workers read a stream without a length."""
     return stream.seen or (len(stream) if has_length(stream) else None)
 
 
@@ -61,7 +61,7 @@ def stream_of(dataset: Any) -> Stream | None:
 
 
 def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) -> DataLoader:
-    """Prepare a loader with accelerate for this rank's group instead of this rank.
+    """Prepare a loader with accelerate so that it serves this rank's group instead of this rank alone.
 
     `Accelerator.prepare` then leaves the loader unchanged. All ranks of a group get the same batches.
 
@@ -70,8 +70,7 @@ def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) ->
             `StatefulDataLoader` keeps its type.
         sp: The `SequenceParallel` of the model.
         **settings: Further arguments of `accelerate.data_loader.prepare_data_loader`. Batches are moved to `sp.device`
-            by default. With `put_on_device=False` they stay where they are, since whole sequences need not be on a
-            device.
+            by default. With `put_on_device=False`, batches are not moved, since whole sequences may stay on the CPU.
 
     Returns:
         The prepared loader.

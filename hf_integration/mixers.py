@@ -142,7 +142,9 @@ def use_torch(model: nn.Module) -> None:
 
 
 def _in_torch(function: Callable) -> Callable:
-    """Return transformers' torch implementation, with short chunks, behind a function that may dispatch to a kernel."""
+    """Return the torch implementation behind a transformers function that may dispatch to a kernel, with short
+    chunks.
+    """
     function = inspect.unwrap(function)
     chunk = inspect.signature(function).parameters.get("chunk_size")
     has_default = chunk is not None and chunk.default is not chunk.empty
@@ -179,8 +181,8 @@ def _called(run: Callable, original: Callable, engine_of: EngineOf, *args: Any, 
 def _lightning(
     forward: Callable, engine_of: EngineOf, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a lightning attention module. The product is computed by the module's own forward on a stripped stand-in
-    object.
+    """Run a lightning attention module. The module's own forward computes the product on a stand-in object without
+    projections and norms.
     """
     engine = engine_of(kwargs)
     if engine is None:

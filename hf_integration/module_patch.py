@@ -1,6 +1,6 @@
-"""The changes that a patch has made to a module, stored in one attribute, and their removal.
+"""Record and undo the changes that a patch makes to a module. One attribute of the module stores all changes.
 
-A copy of the module has its own copy of this attribute, so a copied model is patched and restored independently.
+A copy of the module has its own copy of the attribute, so a copied model is patched and restored independently.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ModulePatch:
 
 
 def patch_on(module: nn.Module) -> ModulePatch | None:
-    """Return the changes that a patch has made to a module; None without changes."""
+    """Return the changes that a patch has made to a module, or None without changes."""
     return vars(module).get(ATTRIBUTE)
 
 
@@ -47,7 +47,9 @@ def patched(module: nn.Module) -> ModulePatch:
 
 
 def override(module: nn.Module, name: str, value: Any) -> None:
-    """Replace an attribute of a module until `restore`. If other code replaces it again, `restore` keeps that value."""
+    """Replace an attribute of a module until `restore`. If other code replaces the attribute again, `restore` keeps the
+    later value.
+    """
     replaced, own = patched(module).replaced, vars(module)
     before = {name: own[name]} if name in own else {}
     if is_overridden(module, name):
@@ -79,7 +81,7 @@ def is_overridden(module: nn.Module, name: str) -> bool:
 
 
 def restore(*models: nn.Module) -> None:
-    """Undo the changes of a patch to all modules of some models."""
+    """Undo a patch's changes to all modules of the given models."""
     for module in dict.fromkeys(module for model in models for module in model.modules()):
         if (own := patch_on(module)) is None:
             continue

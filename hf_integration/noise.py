@@ -24,13 +24,13 @@ NUMBERS = re.compile(r".*(drop|jitter|noise).*")  # names of settings that contr
 
 
 class OwnNoise:
-    """The random numbers of one forward over this rank's tokens, until `end`.
+    """Random numbers for this rank's tokens during one forward, until `end`.
 
     Args:
         sp: The SequenceParallel of the model. A single rank draws like the plain model.
         model: The model.
         tokens: The number of this rank's tokens in each row.
-        layout: The batch's layout; None if sequences are divided equally.
+        layout: The batch's layout, or None if sequences are divided equally.
     """
 
     def __init__(self, sp: SequenceParallel, model: nn.Module, tokens: int, layout: BatchLayout | None) -> None:
@@ -56,7 +56,7 @@ def own_stream(sp: SequenceParallel) -> OwnStream:
 
 
 def drawn_since(sp: SequenceParallel, states: list[Tensor]) -> dict[str, str]:
-    """Return a hash of `states` for comparison between ranks if random numbers were drawn since; otherwise {}."""
+    """Return a hash of `states` for comparison between ranks if random numbers were drawn since, otherwise {}."""
     drawn = not all(map(torch.equal, states, torch_states(sp.device)))
     return {RANDOM: str(seed_of(states))} if drawn else {}
 
@@ -67,7 +67,7 @@ def noise_of(owner: object) -> dict[str, float]:
 
 
 def noise_numbers(model: nn.Module) -> Counter[str]:
-    """Return how often each "NAME VALUE" of noise above 0 occurs in a model's configs and modules."""
+    """Count the nonzero noise settings of a model's configs and modules, by "NAME VALUE"."""
     numbers: list[tuple[str, float]] = []
     for owner in (*configs_of(model), *model.modules()):
         numbers += noise_of(owner).items()

@@ -12,7 +12,8 @@ from ds_seqpar.base.compat import missing
 
 
 def rebound(function: Any, names: dict[str, Any], breaks: str) -> Any:
-    """Return a copy of a function with some globals replaced. For a decorated function, the inner function is changed.
+    """Return a copy of a function with some globals replaced. In a decorated function, the globals of the inner
+    function are replaced.
 
     Args:
         function: A function of another package.

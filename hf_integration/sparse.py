@@ -1,8 +1,8 @@
 """Run modules with latents and an index once on all of a rank's tokens, attending to the keys that the index selects.
 
-The module's own code runs. A `Selection` serves as both the cache and the mask of the module, and gathers the latents
-and index keys. The index normally multiplies keys by queries and weights to compute scores. With a `Selection`, the
-index instead multiplies a `_Scores` object, which records the factors and computes scores in blocks when the index
+The module's own code runs unchanged. A `Selection` serves as both the cache and the mask of the module, and gathers the
+latents and index keys. The index normally multiplies keys by queries and weights to compute scores. With a `Selection`,
+the index instead multiplies a `_Scores` object, which records the factors and computes scores in blocks when the index
 requests the top k. The module finally calls our attention function with the selected indices, as it would call a
 kernel. In a decode step the same objects work on this rank's part of the cache.
 """
@@ -38,7 +38,7 @@ class Selection:
     Args:
         pieces: The pieces of tokens that the module runs on.
         gather: Collects tensors of all tokens from this rank's tensors (B, local tokens, ...).
-        tokens: The number of this rank's tokens; 0 if the module runs on one dummy token.
+        tokens: The number of this rank's tokens, or 0 if the module runs on one dummy token.
         keep: Stores this rank's tensor, given LATENT or INDEX, and returns the tensor of all tokens. None to use
             `gather` and store nothing.
     """
@@ -142,7 +142,9 @@ def selects(module: Any) -> bool:
 
 
 def can_run(modules: Sequence[nn.Module]) -> bool:
-    """Return whether all modules support a `Selection`. Modules reuse one another's selections, so all or none must."""
+    """Return whether all modules support a `Selection`. Modules reuse one another's selections, so either all or none
+    use a `Selection`.
+    """
     return bool(modules) and all(is_linear(module) for module in modules)
 
 

@@ -45,7 +45,7 @@ CAUSES = {"padded": "padding is not masked: ", "packed": "documents are not kept
 
 
 def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
-    """Compare every parameter and buffer across all ranks: shape, dtype, bits, and whether it is trained."""
+    """Compare shape, dtype, bits and trained status of every parameter and buffer across all ranks."""
     fields, whole = dict[str, str](), sum(map(is_whole, job.model.parameters()))
     for name, x in (*job.model.named_parameters(), *job.model.named_buffers()):
         form = f"{'trained' if x.requires_grad else 'frozen'} {str(x.dtype).removeprefix('torch.')} {whole_shape(x)}"
@@ -165,7 +165,7 @@ CHECKS = (("weights", weights), ("loss and gradients", loss_and_gradients), (STE
 
 
 def shape_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the fields of a Job that a model's attention determines."""
+    """Return the Job fields that depend on the model's attention."""
     text, numbers, lengths = text_config(model.config), heads(model), windows(model)
     head_dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // numbers[0]
     window = min((length for length in lengths if length is not None), default=None)
@@ -174,7 +174,7 @@ def shape_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def model_of(place: str | None, ranks: int) -> PreTrainedModel:
-    """Return a model on the meta device: from a folder's config, or a Llama that `ranks` ranks can share."""
+    """Return a model on the meta device: built from a folder's config, or a Llama that `ranks` ranks can share."""
     q_heads = 8 * -(-ranks // 8)
     config = LlamaConfig(num_attention_heads=q_heads, num_key_value_heads=q_heads // 4, hidden_size=64, head_dim=64,
                          intermediate_size=128, vocab_size=256, num_hidden_layers=2)  # fmt: skip

@@ -1,7 +1,7 @@
 """A sharded cache: each rank stores the keys and values of its own tokens.
 
-`past_key_values` stays transformers' DynamicCache, but its layers are replaced by `ShardedLayer`s. All layers share one
-`KeptTokens`, which records the number of tokens in each row and the rank that stores each token. A layer stores the
+`past_key_values` remains a transformers DynamicCache, but its layers are replaced by `ShardedLayer`s. All layers share
+one `KeptTokens`, which records the number of tokens in each row and the rank that stores each token. A layer stores the
 tensors that reached its attention, with all key/value heads. Each rank therefore stores 1/size of the tokens under any
 schedule and any Ulysses size. Layers that gather keys store the gathered tensors of all tokens on every rank.
 
@@ -74,9 +74,7 @@ def slices_of(rows: Sequence[Row]) -> list[slice]:
 
 
 def _joined(runs: Sequence[Run]) -> Runs:
-    """Return ascending runs after merging runs with equal steps. Each rank stores every size-th decoded token, which
-    makes one run.
-    """
+    """Merge ascending runs that continue one another in equal steps, such as every size-th decoded token of a rank."""
     joined: list[Run] = []
     for run in runs:
         last = joined[-1] if joined else None
@@ -95,10 +93,10 @@ class KeptTokens:
         count: The number of rows.
         rows: One `Row` for all rows, or one for each row if a row ever had padding.
         columns: The number of tokens of a row, including padding.
-        real: (rows, columns) bool, on the CPU: whether each token is real. May cover only the first columns if later
-            columns have no padding. None if no column has padding.
+        real: (rows, columns) bool, on the CPU: whether each token is real. Trailing columns without padding may be
+            missing. None if no column has padding.
         inner: For each row, the number of padding columns between its tokens; empty until counted.
-        turn: The number of decoded tokens so far. Ranks take turns storing their keys and values.
+        turn: The number of decoded tokens so far. Ranks take turns storing decoded tokens.
         order: A hash of all reorderings and selections of rows so far.
         running: Whether a forward has begun and not yet ended.
     """
@@ -134,7 +132,7 @@ class KeptTokens:
 class Held:
     """The keys and values of one attention on this rank: (rows, kv_heads, capacity, head_dim).
 
-    Windowed attention drops the tokens that no later query sees, so this rank's first `first` tokens are gone.
+    Windowed attention drops the tokens that no later query sees, so this rank's first `first` tokens are missing.
     """
 
     def __init__(self) -> None:
@@ -199,7 +197,7 @@ class Replica:
     """A module's cached tensors for all tokens, stored on every rank: by name (rows, capacity, ...).
 
     Args:
-        rate: The number of tokens that the module compresses into one entry; 0 without compression.
+        rate: The number of tokens that the module compresses into one entry, or 0 without compression.
 
     Attributes:
         kept: The stored tensors, and the entries of compressed tokens.
@@ -238,7 +236,7 @@ class Replica:
 
         Args:
             tokens: The number of tokens of each row.
-            window: The number of tokens that a query sees; None for all.
+            window: The number of tokens that a query sees, or None for all.
         """
         compressed = {name for name, number in self.kept if number == ENTRIES}
         for name, number in [*self.kept]:
@@ -255,7 +253,9 @@ class Replica:
 
     @staticmethod
     def _moved(kept: Tensor, places: int) -> Tensor:
-        """Return a copy of the buffer with room for `places` tokens. Buffers grow by an extra quarter."""
+        """Return a copy of the buffer with room for `places` tokens. A growing buffer reserves an extra quarter of
+        room.
+        """
         grown = places + places // 4 if kept.shape[1] else places
         moved = kept.new_empty(kept.shape[0], -(-grown // BLOCK) * BLOCK, *kept.shape[2:])
         moved[:, : kept.shape[1]] = kept
@@ -266,7 +266,7 @@ class Replica:
 
 
 class KeptRows:
-    """A view of a `Replica` for rows with the same number of tokens, in the form of a `gathered_past.Kept`.
+    """A view of a `Replica` for rows with the same number of tokens, which implements `gathered_past.Kept`.
 
     Args:
         replica: The replica of the module.
@@ -336,7 +336,7 @@ class ShardedLayer(CacheLayerMixin):
         self._select(lambda rows: rows.repeat_interleave(repeats))
 
     def _select(self, choose: Callable[[Tensor], Tensor]) -> None:
-        """Keep the rows that `choose` selects from the indices of all rows."""
+        """Keep the rows that `choose` selects."""
         if self.held:  # another layer's rows may have changed already
             chosen = choose(torch.arange(max(held.count for held in self.held), device="cpu"))
             for held in self.held:
@@ -352,7 +352,7 @@ class ShardedLayer(CacheLayerMixin):
 
 
 def kept_of(cache: object) -> KeptTokens | None:
-    """Return the KeptTokens of a sharded cache; None for any other object."""
+    """Return the KeptTokens of a sharded cache, or None for any other object."""
     layers = getattr(cache, "layers", None) or [None]
     return layers[0].kept if isinstance(layers[0], ShardedLayer) else None
 

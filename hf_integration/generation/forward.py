@@ -2,8 +2,9 @@
 
 Prompt tokens are sharded like an evaluation batch. The new tokens attend to one another with the configured schedule.
 Attention to the cached tokens uses a ring over all ranks of the sequence, in which either queries or keys travel. The
-two results are then merged. In a decode step all ranks compute the one new token of each row, and each rank attends to
-its own part of the cache. Layers that gather keys continue from the earlier gathered tensors, which every rank stores.
+attention results for new and cached tokens are then merged. In a decode step all ranks compute the one new token of
+each row, and each rank attends to its own part of the cache. Layers that gather keys continue from the earlier gathered
+tensors, which every rank stores.
 """
 
 from __future__ import annotations
@@ -51,18 +52,18 @@ class CachedForward:
 
     Attributes:
         cache: The cache.
-        kept: The tokens stored before this forward, until `end` updates it.
+        kept: The tokens stored before this forward; updated by `end`.
         count: The number of rows.
         columns: The number of tokens of a row, including padding.
         positions: The whole position_ids, (rows, `tokens`) int64 or (axes, rows, `tokens`).
         new: For each of `rows`, the number of new tokens that are real.
-        real: (rows, columns) bool, on the CPU: whether each token so far is real. May cover only the first columns if
-            later columns have no padding. None if no column has padding.
+        real: (rows, columns) bool, on the CPU: whether each token so far is real. Trailing columns without padding may
+            be missing. None if no column has padding.
         places: (rows, columns) int64: the index of each token among the row's real tokens, -1 for padding. None without
             padding.
         rows: The tokens stored after this forward; set by `begin`.
         shards: Each SP rank's runs of the `tokens` tokens of a row; () in a decode step.
-        layout: The layout of the new tokens; None if tokens are divided equally among ranks.
+        layout: The layout of the new tokens, or None if tokens are divided equally among ranks.
     """
 
     cache: Any
@@ -116,8 +117,8 @@ class CachedForward:
         """Return an output with its padding restored as 0.
 
         Args:
-            x: (rows, tokens, ...), whole. With `columns`, only the tokens that `picked` returns.
-            columns: The columns of the output; None for all.
+            x: (rows, tokens, ...), whole, or with the tokens that `picked` returns if `columns` is given.
+            columns: The columns of the output, or None for all.
         """
         if self.places is None:
             return x
@@ -180,7 +181,7 @@ class CachedForward:
             k: Keys, shaped as q but with kv_heads.
             v: Values, shaped as k.
             options: The options of attention, with a mask that is causal or has the layer's window.
-            chunk: The chunk length of chunked attention; None without chunks.
+            chunk: The chunk length of chunked attention, or None without chunks.
             masks: For masks with blocks, each row's mask among its new tokens.
         """
         given = self._held(layer, Held), q, k, v, options, chunk
@@ -191,7 +192,7 @@ class CachedForward:
         return _WithoutGradient.apply(out, q, k, v)
 
     def _held(self, layer: int, make: Callable[[], Any]) -> Any:
-        """Return the stored tensors of the layer's next attention."""
+        """Return the stored tensors of the layer's next attention call."""
         held, number = self.cache.layers[layer].held, self.calls[layer]
         self.calls[layer] += 1
         if number == len(held):
@@ -204,7 +205,7 @@ class CachedForward:
         Args:
             call: The module's call, with this rank's tokens, or the new tokens in a decode step.
             of_ranks: The pieces of each rank's tokens.
-            gather: Collects tensors of all new tokens from the tensors of each rank's tokens.
+            gather: Gathers each rank's tensors into tensors of all new tokens.
         """
         make = functools.partial(Replica, gathered_past.rate_of(call.module))
         replica: Replica = self._held(call.layer, make)
@@ -225,8 +226,8 @@ class CachedForward:
         tokens.
 
         Args:
-            call: As for `gathered`.
-            of_ranks: As for `gathered`.
+            call: See `gathered`.
+            of_ranks: See `gathered`.
         """
         held = {what: self._held(call.layer, Held) for what in (LATENT, INDEX)}
         sp, taken = self.kept.sp, {LATENT: list[Tensor](), INDEX: list[Tensor]()}
@@ -271,7 +272,7 @@ class CachedForward:
         return self.made[row]
 
     def _by_row(self, call: Pieces, run: Callable[[Pieces, slice, Row], Any], fill: int | None = None) -> Any:
-        """Run a module on all rows at once if their numbers of tokens are equal, otherwise row by row."""
+        """Run a module on all rows at once if the rows have equal lengths, otherwise row by row."""
         before = self.kept.rows
 
         def run_all() -> Any:
@@ -347,7 +348,9 @@ class CachedForward:
         return tuple(map(torch.cat, zip(*parts, strict=True))) if options.lse else torch.cat(parts)
 
     def _to_kept(self, row: Row, first: int, window: int | None, chunk: int | None) -> tuple[Mask, UnevenShards]:
-        """Return mask and shards for attention to the cached tokens from `first` on. Positions count from `first`."""
+        """Return the mask and shards for attention to the cached tokens from `first` on. Positions count from
+        `first`.
+        """
         key = row, window, chunk
         if key not in self.made:
             start, kept = row.tokens - first, row.kept_from(first)
@@ -407,14 +410,14 @@ def cached_forward(
         config: The model's config.
         facts: The model's facts.
         inputs: The forward's arguments by name.
-        checks: The checks of the call's values.
+        checks: Collects the values that ranks compare.
         table: The InputSpec of each argument.
 
     Returns:
         (the forward; its arguments with positions, but without cache, mask and padding).
 
     Raises:
-        InputError: The cache or the mask does not fit.
+        InputError: The cache or the mask does not match the forward.
     """
     if facts.uncached:
         raise InputError(
@@ -495,7 +498,7 @@ def _compacted(x: Tensor, order: Tensor, dim: int) -> Tensor:
 
 
 def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int, checks: ValueChecks) -> Tensor | None:
-    """Return which tokens so far are not padding, as in `CachedForward.real`; None if all are real.
+    """Return which tokens so far are not padding, as in `CachedForward.real`, or None if all are real.
 
     Raises:
         InputError: The mask has the wrong shape, or differs from the masks of earlier forwards.

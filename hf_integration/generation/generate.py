@@ -58,29 +58,29 @@ def install(model: Any) -> None:
 
 
 def _sharing(model: Any) -> SequenceParallel | None:
-    """Return the SequenceParallel whose ranks generate together; None if each rank generates alone."""
+    """Return the SequenceParallel whose ranks generate together, or None if each rank generates alone."""
     patch = patch_of(model)
     return None if patch is None or patch.whole or patch.sp.size == 1 else patch.sp
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate as the model's class does, with all ranks that share the sequence.
+    """Generate with all ranks that share the sequence, like `generate` of the model's class.
 
-    Collective over the ranks of the sequence, or over all ranks if ranks fetch parameters from one another (ZeRO-3,
-    FSDP). Inside `whole_sequences` each rank generates alone.
+    This is a collective call over the ranks of the sequence, or over all ranks if ranks fetch parameters from one
+    another (ZeRO-3, FSDP). Inside `whole_sequences` each rank generates alone.
 
     Args:
-        *args: As for transformers' `generate`, the same on all ranks of the sequence. Only a streamer may be passed on
-            one rank alone.
-        **kwargs: As for transformers' `generate`, under the same rule.
+        *args: Positional arguments of transformers' `generate`, the same on all ranks of the sequence. Only a streamer
+            may be passed on a single rank.
+        **kwargs: Keyword arguments of transformers' `generate`, also the same on all ranks of the sequence.
 
     Returns:
         The result of transformers' `generate`, the same on all ranks. A returned cache contains only this rank's part
         of the keys.
 
     Raises:
-        ConfigError, InputError, DisagreementError: The arguments differ between ranks, or request a feature that ranks
-            cannot share. Raised on all ranks.
+        ConfigError, InputError, DisagreementError: On all ranks, if the arguments differ between ranks or request a
+            feature that ranks cannot share.
     """
     plain: Any = type(self).generate
     if (sp := _sharing(self)) is None:
@@ -106,7 +106,7 @@ METHODS = (generate, init_continuous_batching)
 def _agreed(
     model: Any, sp: SequenceParallel, given: dict[str, Any], named: set[str]
 ) -> tuple[dict[str, Any], contextlib.AbstractContextManager]:
-    """Agree on the arguments of a generation with the other ranks.
+    """Check with the other ranks that all arguments of a generation agree.
 
     Args:
         given: The arguments by name.
@@ -156,7 +156,7 @@ def _agreed(
 
 
 def _misuse(given: Mapping[str, Any], config: Any, taken: Collection[str]) -> str:
-    """Return "NEEDED; got GIVEN" for the first argument that ranks cannot share; "" if there is none.
+    """Return "NEEDED; got GIVEN" for the first argument that ranks cannot share, or "" if there is none.
 
     Args:
         taken: The names of tensors that the call accepts.
@@ -233,7 +233,7 @@ def _advice(by_rank: Mapping[int, Fields]) -> str:
 
 
 def _set(given: dict[str, Any], name: str, value: object) -> None:
-    """Set an argument of a generation, in its generation config unless the argument is passed by name or there is no
+    """Set an argument of a generation, in its config, or by name if the argument was passed by name or there is no
     config.
     """
     if name not in given and given.get("generation_config") is not None:
@@ -266,7 +266,7 @@ def _share_clock(sp: SequenceParallel, given: dict[str, Any], config: Any) -> No
 
 
 def _chunk(sp: SequenceParallel, given: Mapping[str, Any], config: Any) -> int | None:
-    """Return how many tokens of each prompt row one forward computes; None for all."""
+    """Return how many tokens of each prompt row one forward computes, or None for all."""
     chunk, length, has_media = config.prefill_chunk_size, 0, any(given.get(name) is not None for name in MEDIA)
     ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
     if ids is not None and given.get("inputs_embeds") is None and config.use_cache is not False:
@@ -282,8 +282,8 @@ def _chunk(sp: SequenceParallel, given: Mapping[str, Any], config: Any) -> int |
 def _in_step(sp: SequenceParallel, length: int, chunk: int | None, has_media: bool) -> int | None:
     """Return a chunk size with which all groups need the same number of forwards for their prompts.
 
-    Ranks fetch parameters from one another in each forward, so the numbers must match. The agreed number is the
-    smallest that fits the prompts of all groups.
+    Ranks fetch parameters from one another in each forward, so the numbers of forwards must match. The agreed number is
+    the smallest that fits the prompts of all groups.
     """
     count, most, error = -(-length // chunk) if chunk else 1, 0, None
     while True:
@@ -321,8 +321,7 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
 def _numbers_of_first_rank(sp: SequenceParallel) -> Iterator[None]:
     """Context manager in which all ranks draw the random numbers of the sequence's first rank.
 
-    After the context, ranks that began with the same random state keep the advanced state; other ranks restore their
-    own.
+    On exit, ranks that began with the same random state keep the advanced state; other ranks restore their own.
     """
     own = torch_states(sp.device)
     states = all_gather_objects(sp.groups.control, ("random numbers of a generation", own))

@@ -43,8 +43,8 @@ def parameters_of(model: nn.Module, parameters: Sequence[nn.Parameter], gather: 
 
     Args:
         parameters: From `split_parameters`.
-        gather: Whether to gather the parameters once, on entry; otherwise each forward fetches them. Must be equal on
-            all ranks of the world.
+        gather: Whether to gather the parameters once, on entry; otherwise each forward fetches them. All ranks must
+            pass the same value.
     """
     if not parameters or not gather:
         if parameters:

@@ -1,6 +1,6 @@
 """Model properties that a patch needs beyond the config.
 
-They are recorded here for tested families, and detected at run time for all other models.
+The properties are recorded here for tested families, and detected at run time for all other models.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Facts:
 
     @property
     def uncached(self) -> str:
-        """The kind of layers that a sharded cache does not support; "" if all layers are supported."""
+        """The kind of layers that a sharded cache does not support, or "" if all layers are supported."""
         return "layers with a state" if self.mixers else ""
 
 
@@ -60,21 +60,21 @@ def text_config(config: PreTrainedConfig) -> Any:
 
 
 def config_heads(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the (query heads, key/value heads) of a config; 0 for missing numbers."""
+    """Return the (query heads, key/value heads) of a config, or 0 for missing numbers."""
     text = text_config(config)
     q_heads = number_of(text, "num_attention_heads") or 0
     return q_heads, number_of(text, "num_key_value_heads") or q_heads
 
 
 def number_of(config: PreTrainedConfig, name: str) -> Any:
-    """Return a number from a config by its most common name; None if the config lacks it."""
+    """Return a number from a config by its most common name, or None if the config lacks it."""
     name, values = config.attribute_map.get(name, name), vars(config)
     # configs with per-layer sizes raise on reading one of those sizes
     return values[name] if name in values else getattr(config, name, None)
 
 
 def kind_of_layer(config: PreTrainedConfig, name: str) -> str:
-    """Return the kind of the layer that contains the named module; "" if the config defines no kinds."""
+    """Return the kind of the layer that contains the named module, or "" if the config defines no kinds."""
     types = getattr(text_config(config), "layer_types", None) or ()
     index = next((int(part) for part in name.split(".") if part.isdigit()), 0)
     return types[index] if index < len(types) else ""

@@ -1,4 +1,4 @@
-"""The facts of models: from a table for tested families, detected on a small copy for all others."""
+"""Facts of models, which come from a table for tested families and are detected on a small copy for all others."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Observe how a model's tokens interact, in forwards of a small copy: where it attends, with which settings, and what
-else mixes tokens.
+"""Observe how a model's tokens interact in forwards of a small copy, in attention and in any other modules that mix
+tokens.
 
 The copy's attention is our own function. In some forwards the function computes softmax attention, and in others each
-token attends only to itself. In the latter, a token's result must not depend on which other tokens are present. A rank
-computes only its own tokens, and everything from other tokens must arrive through attention. A module that breaks this
-rule is named.
+token attends only to itself. If each token attends only to itself, a token's result must not depend on which other
+tokens are present. A rank computes only its own tokens, and everything from other tokens must arrive through attention.
+Modules that mix tokens in other ways are reported by name.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def look(model: PreTrainedModel) -> Facts:
     """Determine the facts of a model from forwards of a small copy.
 
     Args:
-        model: An unwrapped transformers model. Its tensors are not read, so they may be partitioned or on the meta
-            device.
+        model: An unwrapped transformers model. The model's tensors are not read, so they may be partitioned or on the
+            meta device.
 
     Returns:
-        The model's facts, for a patch.
+        The facts that a patch needs.
 
     Raises:
         ConfigError: The model computes something that ranks sharing a sequence cannot compute. The message names the
@@ -153,7 +153,7 @@ class Call:
     keywords: dict[str, Any]
 
     def inputs(self) -> list[Tensor]:
-        """Return each token's inputs of attention: query, key, value and settings."""
+        """Return the inputs of attention for each token: query, key, value and settings."""
         settings = [self.keywords.get(name) for name in ("scaling", "softcap", "s_aux")]
         tokens = self.q.shape[2]
         each = [torch.as_tensor(x).float().flatten().expand(tokens, -1) for x in settings if x is not None]
@@ -217,7 +217,7 @@ class Watch:
         self.names = {module: name for name, module in small.named_modules()}
 
     def __call__(self, ids: Tensor, *, alone: bool = False, positions: Tensor | None = None, **inputs: Any) -> Seen:
-        """Call the copy.
+        """Run a forward of the copy and return its record.
 
         Args:
             alone: Whether each token attends only to itself.
@@ -229,7 +229,7 @@ class Watch:
         return self.seen
 
     def states(self, ids: Tensor, positions: Tensor | None = None, **inputs: Any) -> Tensor:
-        """Return the hidden states that the base model returns."""
+        """Run a forward and return the base model's hidden states."""
         return self(ids, positions=positions, **inputs).states(self.names[self.base])
 
     @contextlib.contextmanager
@@ -358,12 +358,12 @@ class _NotUnderstoodError(ConfigError):
 
 
 def _refuse(found: str, advice: str = OWN_MODEL, module: str = "", indexed: bool = False) -> NoReturn:
-    """Raise ConfigError.
+    """Raise ConfigError for an unsupported model.
 
     Args:
         found: The unsupported property of the model.
         advice: The advice for the user.
-        module: The name of the module that may gather keys instead; "" if there is none.
+        module: The name of the module that may gather keys instead, or "" if there is none.
         indexed: Whether the module attends by an index.
     """
     error = (_NotUnderstoodError if module else ConfigError)(
@@ -376,7 +376,9 @@ def _refuse(found: str, advice: str = OWN_MODEL, module: str = "", indexed: bool
 
 
 def _alike(model: Any, name: str) -> dict[str, nn.Module]:
-    """Return the modules like the named one, or like its nearest enclosing module with a cache argument; {} if none."""
+    """Return all modules of the same kind as the named one or its nearest parent that takes a cache, or {} if none
+    does.
+    """
     while name:
         module = model.get_submodule(name)
         if isinstance(module, GradientCheckpointingLayer | PreTrainedModel):
@@ -398,7 +400,7 @@ def _called_base(model: Any, seen: Seen) -> nn.Module:
 
 
 def _stack(model: Any, seen: Seen, base: nn.Module) -> str | None:
-    """Return the name of the innermost model in `base` that takes embeddings and attends; None for `base` itself."""
+    """Return the name of the innermost model in `base` that takes embeddings and attends, or None for `base` itself."""
     inside, attending = {*base.modules()} - {base}, _attending(model, seen)
     called = dict.fromkeys(name for name, _, is_output in seen.events if not is_output)
     stacks = [
@@ -585,12 +587,12 @@ def _masks(text: Any, seen: Seen) -> tuple[tuple[str, str], ...]:
 
 
 def _length_of(module: str, mask: Tensor | None, made: MadeMask | None, text: Any) -> str:
-    """Return the setting with the length of a causal mask's window or chunk; "" for a plain causal mask.
+    """Return the name of the setting of a causal mask's window or chunk, or "" for a plain causal mask.
 
     Args:
         module: The name of the module that got the mask.
         mask: The mask.
-        made: The record of transformers making the mask; None if the model made it itself.
+        made: How transformers made the mask, or None if the model made the mask itself.
         text: The config of the model's text part.
     """
     if mask is None:
@@ -629,7 +631,7 @@ def _visible(mask: Tensor | None, queries: int, keys: int) -> Tensor:
 
 
 def _forwards(watch: Watch, ids: Tensor) -> Iterator[Seen]:
-    """Yield several forwards with different random numbers, or a single one if the model draws no random numbers."""
+    """Yield several forwards with different random numbers, or only one if the model is deterministic."""
     before = _numbers_to_come()
     yield watch(ids)
     for _ in range(REPEATED if _numbers_to_come() != before else 0):
@@ -680,7 +682,7 @@ def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
 
 
 def _balances(model: Any, ids: Tensor, labels: Tensor, items: float, **given: Any) -> bool | None:
-    """Return whether a loss includes an expert balance term; None if the rest is not token losses over `items`."""
+    """Return whether a loss includes an expert balance term, or None if the rest is not token losses over `items`."""
     with torch.no_grad():
         output = call(model, ids, labels=ids, **given)
     part = getattr(output, "aux_loss", None)

@@ -59,7 +59,8 @@ def media_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]] = ROWS) ->
 
     Args:
         model: A small copy.
-        rows: For each image of each row: 0, or 1 for an image of another size if the kind of input has sizes.
+        rows: The size index, 0 or 1, of each image in each row. All images have the same size if the kind of input has
+            no sizes.
 
     Returns:
         (inputs of the forward with labels, ""), or (None, a clause with the reason).
@@ -86,7 +87,7 @@ def media_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]] = ROWS) ->
 
 
 def padded(model: PreTrainedModel, batch: Batch, left: Collection[int], length: int = 7) -> Batch:
-    """Return a batch padded by `length` tokens: before the rows in `left`, after all other rows."""
+    """Pad a batch by `length` tokens, on the left of the rows in `left` and on the right of all other rows."""
     ids, pad = batch["input_ids"], getattr(text_config(model.config), "pad_token_id", None) or 0
 
     def longer(x: Tensor, value: int) -> Tensor:
@@ -106,7 +107,7 @@ def placeholders(config: PreTrainedConfig) -> list[int]:
 
 
 def _takes(module: nn.Module, medium: _Medium) -> bool:
-    """Return whether a module makes features and lists its inputs in the signature."""
+    """Return whether a module makes features with a method that names its inputs."""
     method = getattr(module, medium.method, None)
     return method is not None and "args" not in inspect.signature(method).parameters
 
@@ -187,7 +188,7 @@ def _batch(
     tokens: list[Any],
     rows: Sequence[Sequence[int]],
 ) -> Batch:
-    """Return inputs with which a model has been called successfully."""
+    """Make inputs, and return them after a successful call of the model."""
     config, forward = model.config, parameters_of(model)
     device = next(model.parameters()).device
     examples = [{name: x.to(device) for name, x in example.items()} for example in examples]
@@ -234,7 +235,7 @@ def _number_of_features(found: Any) -> int:
 def joined(pictures: Sequence[Batch]) -> Batch:
     """Join images, or the images of several batches, into one batch.
 
-    Images are padded to the largest, or joined to one strip of patches.
+    Images are padded to the largest size, or concatenated into one strip of patches.
     """
     whole: Batch = {}
     for name in (names := dict.fromkeys(name for picture in pictures for name in picture)):

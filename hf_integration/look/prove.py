@@ -1,6 +1,6 @@
 """A proof, before training, that sequence parallelism is exact for a model of an untested family.
 
-The proof compares a small copy of the model, unsplit and shared.
+The proof compares unsplit and shared runs of a small copy of the model.
 """
 
 from __future__ import annotations
@@ -65,25 +65,27 @@ def prove(
     patch: Callable[[Any], object],
     unpatch: Callable[[Any], object],
 ) -> str:
-    """Compare a small copy of a model, patched and unpatched, in fp32. Collective over `sp`.
+    """Compare a small copy of a model, patched and unpatched, in fp32. This is a collective call over the ranks of
+    `sp`.
 
     Loss, outputs and the gradients of all parameters must agree to 1e-5, for a plain, a padded and a packed batch. A
     classifier's result for a row may come from padding, or from one document of a pack, so for the last two batches
-    only its base model is compared. If all agree, a model that takes media is also compared on batches with media.
+    only its base model is compared. If all results agree, a model that takes media is also compared on batches with
+    media.
 
     Args:
-        model: An unwrapped transformers model. Its tensors are not read.
-        sp: The SequenceParallel for patching.
+        model: An unwrapped transformers model. The model's tensors are not read.
+        sp: The SequenceParallel with which to patch the copy.
         facts: The model's facts.
         patch: Patches the copy.
         unpatch: Restores the copy.
 
     Returns:
-        The reason, as a clause, that the model must not be called with media; "" if there is none.
+        The reason, as a clause, that the model must not be called with media, or "" if there is none.
 
     Raises:
-        ConfigError: The results do not agree, or the copy does not run. Raised on all ranks. The message names the
-            first layer that differs.
+        ConfigError: On all ranks, if the results do not agree or the copy does not run. The message names the first
+            layer that differs.
     """
     began, error = time.monotonic(), None
     text, no_media = compared(model, sp, facts, patch, unpatch), facts.no_media
@@ -120,12 +122,12 @@ def compared(
     """Return how patching a small copy of a model changes its results.
 
     Args:
-        model: As for `prove`.
-        sp: As for `prove`.
-        facts: As for `prove`.
-        patch: As for `prove`.
-        unpatch: As for `prove`.
-        batches: Returns batches by kind, given the copy and `sp`; None for text batches.
+        model: See `prove`.
+        sp: See `prove`.
+        facts: See `prove`.
+        patch: See `prove`.
+        unpatch: See `prove`.
+        batches: Returns batches by kind, given the copy and `sp`, or None for text batches.
     """
     with _in_fp32(sp):
         try:
@@ -181,11 +183,13 @@ def _in_fp64(model: Any, batches: list[Batch]) -> dict[str, Tensor]:
 
 
 class _Failed(Exception):
-    """Raised on all ranks if a part of the proof has failed on one of them."""
+    """Raised on all ranks if a part of the proof fails on any rank."""
 
 
 def _on_all(sp: SequenceParallel, compute: Callable[[], Any], place: str = "") -> Any:
-    """Return a function's result after it has succeeded on all ranks. Raise _Failed on all ranks if it fails on one."""
+    """Return a function's result after it has succeeded on all ranks. Raise _Failed on all ranks if the function fails
+    on any rank.
+    """
     result, raised = None, ""
     try:
         result = compute()
@@ -245,7 +249,7 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
     """Return a model's results for a batch, or for its documents one by one.
 
     Args:
-        sp: The SequenceParallel of a patched model; None for an unpatched model.
+        sp: The SequenceParallel of a patched model, or None for an unpatched model.
     """
     model.zero_grad()
     seen: list[list[Tensor]] = []
@@ -307,7 +311,7 @@ def _predicted(batches: list[Batch]) -> int:
 
 
 def _without_padding(output: Tensor, batch: Batch) -> Tensor:
-    """Return an output with padding, whose values are arbitrary, set to 0."""
+    """Return an output with its padding set to 0, since values at padding are arbitrary."""
     mask = batch.get("attention_mask")
     return output if mask is None else output * mask.reshape(*mask.shape, *(1 for _ in output.shape[2:]))
 
@@ -319,8 +323,9 @@ def difference(
     order: float = math.inf,
     plain: Mapping[str, Tensor] | None = None,
 ) -> tuple[str, float]:
-    """Return (a clause naming the first difference, or a factor common to all gradients, "" if equal; the largest
-    difference).
+    """Return (a clause that describes the first difference, or "" without one; the largest difference).
+
+    If all gradients are wrong by the same factor, the clause names the factor.
 
     Args:
         expected: Values by name, with gradients as "gradient of ...".
@@ -351,7 +356,9 @@ def _gap(expected: Tensor, got: Tensor, floor: float = 0.0, order: float = math.
 
 
 def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
-    """Return " from layer N on" for the first layer whose output differs. Collective over the sequence's ranks."""
+    """Return " from layer N on" for the first layer whose output differs. This is a collective call over the sequence's
+    ranks.
+    """
     for number, (whole, local) in enumerate(zip(expected.layers, got.layers, strict=True)):
         if got.spec is None or local.shape[:2] != got.spec.lead:
             return ""

@@ -60,7 +60,7 @@ def config_of(place: str) -> PreTrainedConfig:
 
 
 def random_model(place: str) -> PreTrainedModel:
-    """Return a training model with the configuration in `place` and random weights."""
+    """Return a model for training, with the configuration in `place` and random weights."""
     config = config_of(place)
     config.use_cache = False
     return _maker(config)(config)
@@ -196,7 +196,7 @@ def _gathers(config: PreTrainedConfig, attention: Sequence[nn.Module]) -> bool:
 
 
 def _index(config: PreTrainedConfig, attention: Sequence[Any]) -> Index | None:
-    """Return the sizes of layers that select latents with an index of single tokens; None if there are none."""
+    """Return the sizes of layers that select latents with an index of single tokens, or None if there are none."""
     from ds_seqpar.planner.request import Index
 
     picking = [x for x in attention if sparse.selects(x)]

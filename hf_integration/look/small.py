@@ -1,7 +1,7 @@
 """A small copy of a model: the same classes and kinds of layers, with few layers and small sizes.
 
-The way in which a model's tokens interact follows from its classes and its config, not from its size. A copy that takes
-a second to create and run is therefore enough, even for a model on the meta device or partitioned by ZeRO-3.
+How a model's tokens interact depends on its classes and its config, not on its size. A copy that takes a second to
+create and run is therefore enough, even for a model on the meta device or partitioned by ZeRO-3.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def small_copy(
     The copy is independent of zero.Init, of the default device and dtype, and of torch's generators.
 
     Args:
-        model: An unwrapped transformers model. Its tensors are not read.
+        model: An unwrapped transformers model. The model's tensors are not read.
         device: The device of the copy.
         seed: The seed of the copy's weights.
         noise: The value for all nonzero noise settings in the copy's config and modules.
@@ -78,7 +78,7 @@ def small_copy(
         (the copy, in evaluation mode; the sizes that could not be reduced).
 
     Raises:
-        ConfigError: No reduced config of the model's class makes a model that runs.
+        ConfigError: No reduced config yields a working model.
     """
     reason, layers = "", layers_of(model)
     number = len(layers)
@@ -203,7 +203,7 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
 
 @contextlib.contextmanager
 def _own_world(seed: int) -> Iterator[None]:
-    """Context manager in which torch has the defaults of a new process, and restores all settings at the end."""
+    """Context manager that gives torch the defaults of a new process, and restores the previous settings on exit."""
     dtype = torch.get_default_dtype()
     with outside_zero_init(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(seed)
@@ -248,7 +248,7 @@ class _Cut:
         self.area = Fraction(PATCHES, side // patch) ** 2 if side and patch else Fraction(1)
 
     def _first(self, names: Iterable[str]) -> int:
-        """Return the first integer with one of these names, alone or in a list; 0 if there is none."""
+        """Return the first integer with one of the given names, alone or in a list, or 0 if there is none."""
         found = (
             x[0] if isinstance(x, list | tuple) and x else x
             for x in map(self.values.get, (self.names.get(name, name) for name in names))
@@ -349,7 +349,7 @@ def _shrink(config: PreTrainedConfig, cut: _Cut, sizes: bool) -> None:
 
 
 def _of_each(rule: Callable[[int], int], value: Any) -> Any:
-    """Return a value with a rule applied to each integer inside."""
+    """Apply a rule to each integer in a possibly nested value."""
     if isinstance(value, dict):
         return {rule(key): _of_each(rule, x) for key, x in value.items()}
     if isinstance(value, list | tuple):
@@ -358,7 +358,7 @@ def _of_each(rule: Callable[[int], int], value: Any) -> Any:
 
 
 def _sections(rope: Any, head: int, before: int) -> Any:
-    """Return a RoPE config in which position axes share the channels of a head, scaled down from a larger head."""
+    """Scale a RoPE config, whose position axes share the channels of a head, down to a smaller head."""
     if not isinstance(rope, dict):
         return rope
     axes = rope.get("mrope_section") or []
@@ -368,7 +368,7 @@ def _sections(rope: Any, head: int, before: int) -> Any:
 
 
 def _renumber(parts: list[PreTrainedConfig]) -> None:
-    """Give placeholder tokens of media an id in the small vocabulary."""
+    """Renumber the placeholder tokens of media to ids in the small vocabulary."""
     ids: dict[int, int] = {}
     for part in parts:
         for name in [name for name in vars(part) if MEDIA_TOKENS.fullmatch(name)]:
@@ -377,7 +377,7 @@ def _renumber(parts: list[PreTrainedConfig]) -> None:
 
 
 def carry_over(model: PreTrainedModel, small: PreTrainedModel, noise: float) -> None:
-    """Copy a user's changes of the model itself to a small copy: hooks, forwards, modules of other classes, noise."""
+    """Copy user changes from a model to its small copy: hooks, forwards, modules of other classes, and noise."""
     replaced: tuple[str, ...] = ()
     for name, module in list(model.named_modules()):
         twin = dict(small.named_modules()).get(name)

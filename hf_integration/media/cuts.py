@@ -1,8 +1,8 @@
-"""Division of a call's images into shares, and joining of the shares' features into those of all images.
+"""Divide a call's images into shares, and join the features of all shares.
 
 No table of models is needed. A check on a small copy computes each image alone and all images together, and uses the
-first way of joining that makes both equal. If there is none, for example because images attend to one another, the
-model has no `Cut`.
+first way of joining that makes both equal. If no way of joining works, for example because images attend to one
+another, the model has no `Cut`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INSIDE = re.compile(r".*(hidden_states?|attentions)")
 
 
 class Cut(NamedTuple):
-    """How to divide a method that makes features. All fields can be written as JSON."""
+    """How a feature method is divided among ranks. All fields can be written as JSON."""
 
     by: str  # GRID: patches of all images in one dim; TILE: images in dims 0 and 1; PICTURE: images in dim 0
     grid: str = ""  # the argument with each image's numbers of frames, patch rows and patch columns
@@ -156,7 +156,7 @@ def features_in(result: Mapping[str, Any]) -> list[str]:
 
 
 def cut_of(method: Callable[..., Any], arguments: Mapping[str, Any]) -> Cut | None:
-    """Return how a method that makes features can be divided; None if no division works.
+    """Return how a method that makes features can be divided, or None if no division works.
 
     Args:
         method: A method of a small copy.
@@ -185,7 +185,7 @@ def _tries(arguments: Mapping[str, Any]) -> Iterator[Cut]:
 
 
 def _ways(method: Callable[..., Any], arguments: Mapping[str, Any], cut: Cut) -> dict[str, str]:
-    """Return how each result field is joined, if single images and larger shares are joined alike; otherwise {}."""
+    """Return how each result field is joined, or {} if single images and larger shares need different ways."""
     whole, pictures, found = method(**arguments), Pictures(arguments, cut), list[dict[str, str]]()
     names, count = features_in(whole), len(pictures.costs)
     for ends in (range(count + 1), (0, 1, count)):

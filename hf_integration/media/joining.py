@@ -1,10 +1,10 @@
-"""Make either all ranks or no rank call the towers, if some ranks have images and others do not.
+"""Make all ranks call the towers if any rank has images.
 
 Ranks gather partitioned parameters (ZeRO-3, FSDP2) together, in forward and backward. Ranks also reduce gradients
-together (ZeRO-1 and 2, DDP), so each must have gradients for the same parameters. Before a forward, all ranks of the
-world therefore exchange whether they have images. If some do, a rank without images computes the smallest image of
-another rank. It does so after its embeddings, where a model would compute its own images. The extra image does not
-affect the loss.
+together (ZeRO-1 and 2, DDP), so every rank needs gradients for the same parameters. Before a forward, all ranks of the
+world therefore report whether they have images. If any rank has images, ranks without images compute the smallest image
+of another rank. The extra image is computed after the embeddings, like a model's own images, and does not affect the
+loss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def join(
     """Hook the module that makes features so that all ranks of the world call its towers together.
 
     Args:
-        owner: The module, whose forward takes images.
+        owner: The module whose forward takes images.
         embedding: The model's token embedding, which runs before the towers.
         sp: The SequenceParallel whose ranks share sequences.
         cuts: How methods are divided, by name.
@@ -102,7 +102,9 @@ class _Joining:
         return {} if inputs.get(names[0]) is None else {name: inputs[name] for name in names if name in inputs}
 
     def _tell_smallest(self, name: str, given: dict[str, Any]) -> None:
-        """Broadcast and store the smallest image of the first rank that has images. Collective over the world."""
+        """Broadcast and store the smallest image of the first rank that has images. This is a collective call over all
+        ranks.
+        """
         world, told = self.sp.control_world, list[Any]([None])
         ranks, rank = dist.get_world_size(world), dist.get_rank(world)
         first = ranks - maximum(world, ranks - rank if given else 0, CALL)
@@ -140,7 +142,7 @@ def _is_partitioned(module: nn.Module) -> bool:
 
 
 class _Beside(Function):
-    """The identity on x, which gives the other tensors zero gradients, so that backward runs through their graph."""
+    """The identity on x. Other tensors get zero gradients, so that backward runs through their graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:

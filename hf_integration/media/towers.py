@@ -1,9 +1,9 @@
 """Towers whose images are divided among the ranks that share a sequence: each rank encodes only its own images.
 
-Without this, each rank would encode all images of a whole call. A rank instead encodes neighboring images, or frames of
-videos, and sends the features to the other ranks. The gradients of features are summed back to the rank that made the
-features. A tower's parameters thus get the gradient of the rank's own images from the tokens of all ranks, times the
-number of ranks. The mean over ranks is the plain gradient.
+Otherwise each rank would encode all images of a whole call. Each rank encodes neighboring images, or frames of videos,
+and sends the features to the other ranks. The gradients of features are summed back to the rank that made the features.
+A tower's parameters thus get the gradient of the rank's own images from the tokens of all ranks, times the number of
+ranks. The mean over ranks therefore equals the plain gradient.
 
 A rank without images computes the smallest image but sends nothing, since every parameter needs a gradient and ranks
 must gather partitioned parameters together.
@@ -55,7 +55,7 @@ class Replaced(NamedTuple):
 
 
 def owner_of(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the innermost module that has the method and lists its inputs in the signature; None if there is none."""
+    """Return the innermost module with a method of the given name and named inputs, or None if there is none."""
     found = [module for module in model.modules() if hasattr(module, name)]
     return next((x for x in reversed(found) if "args" not in _names(x, name)), None)
 
@@ -65,10 +65,11 @@ def _names(owner: nn.Module, name: str) -> list[str]:
 
 
 def cuts_for(model: PreTrainedModel, sp: SequenceParallel) -> Cuts:
-    """Return how a model's feature methods are divided among ranks, by method name. Collective over `sp`.
+    """Return how a model's feature methods are divided among ranks, by method name. This is a collective call over the
+    ranks of `sp`.
 
     Args:
-        model: An unwrapped transformers model. Its tensors are not read.
+        model: An unwrapped transformers model. The model's tensors are not read.
         sp: The SequenceParallel whose ranks share sequences.
 
     Raises:
@@ -117,7 +118,7 @@ def divide(model: PreTrainedModel, sp: SequenceParallel, cuts: Mapping[str, Cut]
 def _replace(owner: nn.Module, name: str, instead: Callable[..., Any]) -> Replaced:
     """Replace a module's method by `instead(arguments by name, the method)`.
 
-    Copies of the module are changed in the same way.
+    Copies of the module keep the replacement.
     """
     plain, names = getattr(type(owner), name), _names(owner, name)
 
@@ -155,7 +156,9 @@ def _features(sp: SequenceParallel, cut: Cut, arguments: dict[str, Any], method:
 
 
 def _gathered(sp: SequenceParallel, own: dict[str, Any], has_share: bool) -> list[Any]:
-    """Return the fields of each rank's features, by rank; None for a rank without a share. Collective over `sp`."""
+    """Return the fields of each rank's features, by rank, or None for a rank without a share. This is a collective call
+    over the ranks of `sp`.
+    """
     told = tree_map(lambda x: x.detach().to("meta"), own) if has_share else None
     by_rank = [told for _, told in all_gather_objects(sp.groups.control, (FEATURES, told))]
     leaves = [[] if told is None else tree_leaves(told) for told in by_rank]
@@ -191,7 +194,7 @@ class _Gathered(Function):
 
 
 def _exchanged(sp: SequenceParallel, own: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-    """Send and receive the given numbers of elements to and from each rank. Return the received elements."""
+    """Exchange the given numbers of elements with each rank, and return the received elements."""
     received = own.new_empty(sum(receives))
     sp.comm.exchange_with_all(f"the exchange of {FEATURES}", KIND, own, received, (tuple(sends), tuple(receives)))
     return received

@@ -4,12 +4,13 @@ A head chunk is a slice of heads: rows of the weights that make q, k and v, and 
 weight. Each head chunk projects the layer's input, attends, and adds its part to the output. Therefore q, k, v and the
 attention output never exist for all heads at once.
 
-Backward repeats the head chunks. It projects again, uses the attention results that forward saved, and adds each head
-chunk's part to the gradient of the input. The gradients of a weight's slices fill a single gradient of the weight, so
-that the parameter, and hence ZeRO and DDP, gets its gradient once.
+Backward repeats the head chunks. Each head chunk projects again, uses the attention results saved in forward, and adds
+its part to the gradient of the input. The gradients of a weight's slices fill a single gradient of the weight, so that
+the parameter, and hence ZeRO and DDP, gets its gradient once.
 
-Families differ between projections and attention, for example by norms of q and k, RoPE, or sinks. The forward of the
-family's own class computes these steps, on a copy of the module (its twin) that has the head chunk's heads.
+Between projections and attention, families have different steps, for example norms of q and k, RoPE, or sinks. The
+forward of the family's own class computes these steps, on a copy of the module (its twin) that has the head chunk's
+heads.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ ALL_HEADS = SECTION + ".head_chunks: projections are computed for all heads at o
 def use_head_chunks(module: Any) -> None:
     """Make an attention module compute its heads in head chunks in sharded forwards.
 
-    The settings of the module's SequenceParallel give the number of chunks. ZeRO-3 then gathers all parameters of the
-    module together, as a leaf.
+    The number of chunks comes from the settings of the module's SequenceParallel. ZeRO-3 then gathers all parameters of
+    the module together, as a leaf.
     """
     own = patched(module)
     if own.sp.config.head_chunks == 1 or own.sp.config.overlap:
@@ -94,7 +95,7 @@ def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layou
 
 
 def _has_head_chunks(module: Any) -> bool:
-    """Return whether head chunks can project their own heads. Otherwise only attention itself is in head chunks."""
+    """Return whether head chunks can project their own heads. Otherwise only attention itself runs in head chunks."""
     if torch.compiler.is_compiling():
         log_once(ALL_HEADS.format("a compiled model"))
     elif (facts := TESTED.get(module.config.model_type)) is None or facts.norms_heads:
@@ -134,10 +135,11 @@ class _HeadChunkForward:
         self.needs_grad, self.keeps, self.stack = torch.is_grad_enabled(), False, HeadChunkResults.in_checkpoint()
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Compute the forward.
+        """Compute the module's forward in head chunks.
 
         Returns:
-            (the output, the attention results of all head chunks for backward; [] if a checkpoint stores the results).
+            (the output, the attention results of all head chunks for backward, or [] if a checkpoint stores the
+            results).
         """
         out, results = torch.empty(0), list[Tensor]()
         for index in range(len(self.head_chunks)):
@@ -196,7 +198,7 @@ class _HeadChunkForward:
     def without_outs(self, results: list[Any], grad: Tensor, gradients: Gradients) -> None:
         """Replace out by delta = rowsum(do * out) (B, s, heads) in the attention results of head chunks.
 
-        After the gradients of the output projection, backward needs only delta of out.
+        After the backward of the output projection, only delta is needed.
         """
         for index, (out, lse, *common) in enumerate(results):
             do = self.outward_backward(self.chunk(index), out.flatten(2), grad, gradients)
@@ -208,7 +210,7 @@ class _HeadChunkForward:
 
         Args:
             grad: The gradient of the module's output.
-            gradients: Receives the gradients of the output projection; None if they are already computed.
+            gradients: Receives the gradients of the output projection, or None if they are already computed.
         """
         d_attended = torch.empty_like(attended)
         with (gradients or Gradients()).adding([] if gradients is None else chunk.leaves_out) as differentiate:
@@ -227,10 +229,10 @@ class _HeadChunkForward:
 
         Args:
             results: The head chunk's attention results.
-            dx: The gradient of x so far; None for the first head chunk.
+            dx: The gradient of x so far, or None for the first head chunk.
 
         Returns:
-            The gradient of x; None if x needs no gradient.
+            The gradient of x, or None if x needs no gradient.
         """
         anchor = torch.zeros((), requires_grad=True, device=x.device)
         has_delta = is_delta(results[0])  # `without_outs` has replaced out
@@ -262,7 +264,7 @@ class _HeadChunkForward:
 
 
 def _is_viewed(attended: Tensor, out: Tensor) -> bool:
-    """Return whether the output projection gets attention's out itself, possibly reshaped."""
+    """Return whether the output projection's input is attention's output itself, possibly reshaped."""
     is_same = attended.numel() == out.numel() and attended.storage_offset() == out.storage_offset()
     return is_same and attended.is_contiguous() and attended.untyped_storage() is out.untyped_storage()
 

@@ -34,7 +34,7 @@ Compute = Callable[[Tensor, slice], Tensor]  # called with a tile (B, t, d) and 
 
 
 def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int) -> Tensor:
-    """Compute compute(x) over `tiles` tiles of dim 1.
+    """Compute `compute(x)` in `tiles` tiles along dim 1.
 
     Backward returns the gradient of x as one tensor, and parameter gradients in the parameters' dtype. All tensors for
     backward are saved before the computation starts. torch's non-reentrant checkpoint repeats a forward only up to the
@@ -43,7 +43,7 @@ def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles
     Args:
         compute: A function that processes tokens independently, and keeps the shape.
         x: (B, s, d).
-        parameters: The parameters that compute uses and that need gradients.
+        parameters: The trained parameters that `compute` uses.
         tiles: The number of tiles.
     """
     run = _TiledForward(compute, x, tuple(parameters), tiles)
@@ -57,11 +57,11 @@ def tiled_sum(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Te
     RuntimeError.
 
     Args:
-        compute: As for `tiled`, but returns a scalar.
-        x: As for `tiled`.
-        sums: The gradient sums of the parameters that compute uses and that need gradients. compute may add to them
-            itself (`GradientSums.linear`).
-        tiles: As for `tiled`.
+        compute: A function of a tile that returns a scalar.
+        x: See `tiled`.
+        sums: The gradient sums of the trained parameters that `compute` uses. `compute` may add to the sums itself
+            (`GradientSums.linear`).
+        tiles: See `tiled`.
     """
     run = _TiledForward(compute, x, sums.parameters, tiles)
     return _Summed.apply(run, sums, torch.is_grad_enabled() and not run.needs_loss_scale(x), x, *sums.parameters)
@@ -123,7 +123,7 @@ class _TiledForward:
 
         Args:
             wants_x: Whether x needs a gradient.
-            grad: Returns the gradient of a tile's result; None if results are scalars with gradient 1.
+            grad: Returns the gradient of a tile's result, or None if results are scalars with gradient 1.
 
         Returns:
             (the results of tiles if they are scalars, the gradient of x or None).
@@ -265,7 +265,7 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def tile_count(total: int, tile_size: int) -> int:
-    """Return the number of tiles of at most `tile_size` that cover `total`; at least 1."""
+    """Return how many tiles of at most `tile_size` are needed to cover `total`, at least 1."""
     return max(1, -(-total // tile_size))
 
 
@@ -287,7 +287,7 @@ class GradientSums:
                 total.add_(gradient)
 
     def linear(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
-        """Return x W^T + b, for x (B, t, d).
+        """Return `x W^T + b`, for x (B, t, d).
 
         If the weight is one of the parameters, its gradient is added to the sum a few rows at a time. A whole gradient
         per tile of a vocabulary-sized weight would take as much memory as the sum.
@@ -298,7 +298,7 @@ class GradientSums:
         return _Linear.apply(x, weight, bias, functools.partial(self._add_product, index))
 
     def _add_product(self, i: int, grad: Tensor, x: Tensor) -> None:
-        """Add grad^T x to sum i, for grad (n, rows) and x (n, d)."""
+        """Add `grad^T x` to sum `i`, for grad (n, rows) and x (n, d)."""
         total, shape = self.totals[i], (grad.shape[1], x.shape[1])
         if total is None:
             total = self.totals[i] = x.new_zeros(shape, dtype=_at_least_fp32(x.dtype))
@@ -315,7 +315,7 @@ class GradientSums:
             factor: A scalar tensor that multiplies the sums.
 
         Yields:
-            The sum; None for a parameter that no tile used.
+            The sum, or None for a parameter that no tile used.
         """
         for i, parameter in enumerate(self.parameters):
             total, self.totals[i] = self.totals[i], None
@@ -329,7 +329,7 @@ def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Linear(Function):
-    """x W^T + b. Backward calls add(grad (n, rows), x (n, d)) instead of multiplying both to the gradient of W."""
+    """A linear layer whose backward passes (gradient, x) to `add` instead of computing the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, add: Callable[..., None]) -> Tensor:

@@ -1,6 +1,6 @@
 """The tiled loss of a causal language model, independent of the code between its head and the loss.
 
-Families scale or cap their logits, or add a loss that balances experts. None of that code is duplicated here. The
+Some families scale or cap their logits, or add a loss that balances experts. None of that code is duplicated here. The
 forward of the model's own class runs once for each tile, on a copy of the model (a twin) whose base model returns one
 tile of the last hidden state. For all other outputs the forward runs once more with the real base model, whose output
 is cut to zero tokens.
@@ -114,7 +114,7 @@ def through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 def _output_without_tokens(model: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return (the base model's output, the model's output for zero tokens), which lacks only the token losses."""
+    """Return (the base model's output, the model's output for zero tokens)."""
     outputs: list[Any] = []
 
     def base(*args: Any, **kwargs: Any) -> Any:

@@ -63,7 +63,7 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
 
 
 def tile(model: Any, config: SequenceParallelConfig) -> bool:
-    """Replace the forward of MLPs, norms and the model itself by tiled ones, according to the config. Checks nothing.
+    """Replace the forwards of MLPs, norms and the model itself by tiled versions, according to the config.
 
     Returns:
         Whether any module is tiled.
@@ -85,7 +85,7 @@ def tile(model: Any, config: SequenceParallelConfig) -> bool:
 def evaluating_loss(model: nn.Module) -> Iterator[None]:
     """Context manager in which forwards without gradients also compute the loss in tiles, without logits.
 
-    Has no effect on a model without tiles.
+    Models without tiles are not affected.
     """
     patch = patch_of(unwrapped(model))
     if patch is None:
@@ -139,12 +139,14 @@ def _has_other_forward(module: nn.Module) -> bool:
 
 
 def _zero_leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
-    """Return the tiled modules with children: MLPs and heads with LoRA. ZeRO-3 treats each as one unit (a leaf)."""
+    """Return the tiled modules with children: MLPs and heads with LoRA. ZeRO-3 treats each such module as one unit (a
+    leaf).
+    """
     return [module for module in (*mlps, *head) if next(module.children(), None) is not None]
 
 
 def before_leaf(module: Any, args: tuple) -> tuple | None:
-    """Prepare a leaf's call under ZeRO-3.
+    """Prepare the call of a ZeRO-3 leaf module.
 
     An input that requires no gradient (LoRA in a first layer) is changed to require one. Otherwise ZeRO-3 would reduce
     the leaf's gradients too early.

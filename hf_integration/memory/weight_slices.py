@@ -47,7 +47,7 @@ class Slice:
         module: The attention module.
         head_chunks: All head chunks.
         index: The index of this head chunk.
-        grad: Whether gradients are needed. If not, the lists of leaves are empty.
+        grad: Whether gradients are needed; otherwise the lists of leaves are empty.
 
     Attributes:
         inward: By name, projections with only the rows that make the head chunk's q, k, v.
@@ -133,7 +133,7 @@ class Slice:
             cuts: The slices of tokens to project one after another.
 
         Returns:
-            By name of the projection, its output (B, s, features of the head chunk).
+            The output of each projection, by name (B, s, features of the head chunk).
         """
         outputs: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -148,7 +148,7 @@ class Slice:
     def blank(self, x: Tensor) -> dict[str, Tensor]:
         """Return tensors with the shapes of `project`'s results but without memory.
 
-        Attention that only returns results stored by a checkpoint reads no values.
+        Such tensors suffice if attention only returns results that a checkpoint stored.
         """
         outputs = {name: projection(x[:, :1]) for name, projection in self.inward.items()}
         return {name: output.new_zeros(()).expand(*x.shape[:2], output.shape[-1]) for name, output in outputs.items()}
@@ -158,7 +158,7 @@ class Slice:
 
         Args:
             forward: The forward of the module's class; called with the twin.
-            projected: The result of `project`. It is emptied, so that each tensor is freed after its use.
+            projected: The result of `project`. The dict is emptied, so that each tensor is freed after its use.
         """
         vars(self.twin).update({name: lambda _, name=name: projected.pop(name) for name in projected})
         return forward(self.twin)[0]
@@ -201,7 +201,8 @@ class Gradients:
 
     @contextlib.contextmanager
     def adding(self, leaves: list[Leaf]) -> Iterator[Callable[..., list[Tensor]]]:
-        """Context manager for differentiating tile by tile. At its end, the gradients of the leaves are added.
+        """Context manager for differentiating tile by tile. On exit, the leaves' gradients are added to those of their
+        parameters.
 
         Yields:
             A function that returns the gradients of inputs, given (outputs or their edges, inputs, gradients of the
@@ -238,7 +239,9 @@ class Gradients:
         self.whole[parameter][leaf.place] = total
 
     def pop(self, parameter: nn.Parameter) -> Tensor | None:
-        """Remove and return a parameter's gradient in the parameter's dtype; None if no head chunk used the parameter."""
+        """Remove and return a parameter's gradient in the parameter's dtype, or None if no head chunk used the
+        parameter.
+        """
         if parameter in self.shared:
             return self.shared.pop(parameter).to(parameter.dtype)
         return self.whole.pop(parameter, None)

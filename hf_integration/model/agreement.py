@@ -92,14 +92,13 @@ class Agreement:
 
         Args:
             inputs: The forward's arguments by name, with this rank's shard.
-            wrong: A sentence on a known error in the arguments; "" if none is known.
+            wrong: A sentence that describes a known error in the arguments, or "" if none is known.
             backward: Whether a backward will follow.
             compiled: Whether the forward is compiled.
-            batch: The values to compare for a whole batch, which has been sharded correctly; None if the batch was
-                passed sharded.
+            batch: The values of a whole batch to compare between ranks, or None if the batch was passed sharded.
 
         Raises:
-            InputError, ConfigError, DisagreementError: On all ranks that share the sequence.
+            InputError, ConfigError, DisagreementError: On all ranks that share the sequence, if any rank has an error.
         """
         model, checker, like = self.model(), self.sp.checker, dict[str, Any]()
         layout = layout_of(inputs.get("placement"))
@@ -148,14 +147,14 @@ class Agreement:
 
         Args:
             inputs: The forward's arguments by name.
-            batch: As for `agree`.
+            batch: See `agree`.
         """
         name, like = "tokens of a decode step", {"shape": tuple(tokens_of(inputs).shape)}
         self.sp.checker.check_deferred(name, {**batch.fields, **like}, call=FORWARD, advice=_advice_of_step, like=like)
         batch.post(self.sp.checker)
 
     def _replaced(self, model: PreTrainedModel | None) -> str:
-        """Return the error message if a patched module has been replaced since; otherwise ""."""
+        """Return the error message if a patched module was replaced after patching, otherwise ""."""
         for name in self.patched if model is not None else ():
             module = functools.reduce(lambda outer, child: getattr(outer, child, None), name.split("."), base_of(model))
             # other code may have wrapped the module
@@ -189,7 +188,7 @@ def compare_batch(sp: SequenceParallel, batch: ValueChecks | None, error: SeqPar
 
 
 def _advice_of(sp: SequenceParallel) -> Advice:
-    """Return the advice on whole batches, without a reference to `sp`."""
+    """Return the function that advises on whole batches, without keeping a reference to `sp`."""
     return functools.partial(_advice, sp.calls.count > 0)
 
 
@@ -224,7 +223,7 @@ def agree_in_graph(agreement: Agreement, inputs: Mapping[str, Any], backward: bo
 
 
 def _autocast_dtype(tokens: Tensor | None) -> torch.dtype | None:
-    """Return the autocast dtype on the tokens' device; None if autocast is off."""
+    """Return the autocast dtype on the tokens' device, or None if autocast is off."""
     device_type = "cpu" if tokens is None else tokens.device.type
     enabled = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
@@ -242,7 +241,7 @@ def wrong_inputs(inputs: Mapping[str, Any]) -> str:
         inputs: The forward's arguments by name.
 
     Returns:
-        A sentence; "" if the arguments are right.
+        A sentence, or "" if the arguments are right.
     """
     ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
     if (ids is None) == (embeds is None):
@@ -274,7 +273,7 @@ def _(tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong
 
 
 def common_misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the error message for arguments that no forward on shards supports; "" if there are none."""
+    """Return the error message for arguments that no forward on shards supports, or "" if there are none."""
     if has_cache(inputs):
         return "training, and evaluation on shards, take no kv cache; got one, leave out use_cache and past_key_values"
     if refused := refusal(TABLE, inputs):
@@ -289,7 +288,7 @@ WHOLE_ONLY = "a {} needs whole batches, of which its head sees whole outputs; go
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the error message for a sharded batch with wrong names or shapes; "" if there are none."""
+    """Return the error message for a sharded batch with wrong names or shapes, or "" if there are none."""
     if wrong := common_misuse(inputs):
         return wrong
     labels, tokens = inputs.get("shift_labels"), tokens_of(inputs)

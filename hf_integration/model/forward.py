@@ -4,8 +4,8 @@ A forward is sharded, whole, a decode step or local.
 
 - Local forwards compute the unpatched model. Forwards are local inside `whole_sequences`, and, on a single rank, for
   batches that `shard_batches` did not make.
-- Whole forwards shard a whole batch and return whole outputs (`whole_calls`). They may use a kv cache, of which each
-  rank stores a part (`generation`).
+- Whole forwards shard a whole batch and return whole outputs (`whole_calls`). A whole forward may use a kv cache, of
+  which each rank stores a part (`generation`).
 - Decode steps have one new token per row, which all ranks compute.
 
 Before each forward except local ones, the ranks agree once that each rank got its own tokens with their global
@@ -116,7 +116,7 @@ def hook(module: nn.Module, before: Before) -> list[RemovableHandle]:
 
 
 def _argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a forward's positional arguments. Wrappers that only pass arguments on get their inner
+    """Return the names of a forward's positional arguments. For wrappers that only pass arguments on, return the inner
     module's names.
     """
     parameters = inspect.signature(module.forward).parameters.values()
@@ -138,9 +138,9 @@ Before = Callable[[Bind, Any, tuple, dict[str, Any]], tuple[tuple, dict[str, Any
 def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return whether a forward is local.
 
-    A single rank always has whole sequences, so its forwards are usually local too. They are not local for batches of
-    `shard_batches` and for a Trainer's batches with labels, which use tiles and checkpoints as on several ranks. Calls
-    whose rows may share prompts are not local either.
+    A single rank always has whole sequences, so its forwards are usually local too. Forwards are not local for batches
+    of `shard_batches` and for a Trainer's batches with labels, which use tiles and checkpoints as on several ranks.
+    Calls whose rows may share prompts are not local either.
     """
     if patch.whole or patch.sp.size > 1:
         return bool(patch.whole)
@@ -170,8 +170,8 @@ def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Forwar
     """Return a context for a module's forward. The context is complete if an enclosing module has already decided the
     mode.
 
-    The context is current until `_leave`. It becomes current before anything can fail, so that an exception also ends
-    it.
+    The context is current until `_leave`. The context becomes current before any code can fail, so that `_leave` also
+    ends it after an exception.
     """
     outer = current()
     context = ForwardContext(module=module, outer=outer)
@@ -199,10 +199,10 @@ def _complete(
     """Shard a whole batch, agree with the other ranks, and complete the context of a forward.
 
     Args:
-        module: The outermost module that does not receive whole outputs from a module inside.
+        module: The outermost module that does not receive whole outputs from an inner module.
         inputs: The module's arguments by name.
         context: The module's context, with the mode set.
-        wrong: A sentence on a known error in the arguments; "" if none is known.
+        wrong: A sentence that describes a known error in the arguments, or "" if none is known.
         compiled: Whether the call runs between the graphs of a compiled model.
 
     Returns:
@@ -307,7 +307,7 @@ def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: Forw
 
 
 def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
-    """Return why a module around the base model does not support a sharded batch; "" if it does."""
+    """Return why a module around the base model does not support a sharded batch, or "" if it does."""
     if not is_causal_lm(inner):
         return WHOLE_ONLY.format(type(inner).__name__)
     return UNSHIFTED if inputs.get("labels") is not None and inputs.get("shift_labels") is None else ""
@@ -374,7 +374,7 @@ def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool
 
 
 def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
-    """Change the arguments so that the base model makes neither a mask nor its own cache."""
+    """Return the arguments, changed so that the base model makes neither a mask nor its own cache."""
     call = context.media
     mask = NO_MASK if call is None or call.mask is None else call.mask
     inputs = {name: x for name, x in inputs.items() if name != "placement"} | {"attention_mask": mask}

@@ -34,7 +34,7 @@ TAKEN = {TEMPERATURE, ENTROPY, "fused_lm_head", "labels", "shift_labels", "num_i
 
 @dataclasses.dataclass
 class TokenNumbers(ModelOutput):
-    """Per-token numbers (rows, tokens) of the token that each position predicts, 0 if it has no label."""
+    """Numbers (rows, tokens) for the token that each position predicts, or 0 if that token has no label."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
@@ -120,7 +120,7 @@ class _Call:
         self.sp, self.model, self.temperature, self.entropy = sp, model, temperature, entropy
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Remove the request from the arguments, after the hook that shards the batch."""
+        """Remove the arguments of the request from the call, after the hook that shards the batch."""
         if TEMPERATURE in kwargs:
             shifted = kwargs.get("shift_labels")
             if shifted is None:  # the forward is local

@@ -1,9 +1,9 @@
 """Checks of a model's loss when sequences are shared, and the loss that balances experts.
 
 A rank's loss on its own tokens must be the sum of token losses on shift_labels, divided by num_items_in_batch. A loss
-that swallows both arguments in its **kwargs, or adds a term, would silently train wrong. Losses are therefore tested:
-first `loss_function` on two tokens, then the loss of a real forward, up to rounding. With whole batches a user-defined
-forward gets whole outputs instead, so it may compute any loss (`families.is_plain_head`).
+that swallows both arguments in its **kwargs, or adds a term, would silently give wrong gradients. Losses are therefore
+tested: first `loss_function` on two tokens, then the loss of a real forward, up to rounding. With whole batches a
+user-defined forward gets whole outputs instead, so it may compute any loss (`families.is_plain_head`).
 
 The loss that balances experts multiplies two sums over tokens (Switch Transformer, equation 4). Averaging the ranks'
 losses would give a different loss and different gradients than the unsplit model. The balance is therefore computed
@@ -46,10 +46,10 @@ def has_loss(model: nn.Module) -> bool:
 
 
 def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError | None:
-    """Return the error for a wrong `model.loss_function`; None if the function is right.
+    """Return the error for a wrong `model.loss_function`, or None if the function is right.
 
     Args:
-        option_of: The name of the function or class that accepts check_loss=False, for the message; "" if there is
+        option_of: The name of the function or class that accepts check_loss=False, for the message, or "" if there is
             none.
     """
     logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
@@ -65,7 +65,7 @@ def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError |
 
 
 class TriedLoss(NamedTuple):
-    """A comparison of a forward's loss with its token losses."""
+    """A comparison of a forward's loss with the sum of token losses."""
 
     value: float  # the loss that the forward returned
     expected: float  # the sum of token losses over num_items_in_batch
@@ -73,7 +73,7 @@ class TriedLoss(NamedTuple):
 
     @classmethod
     def of(cls, loss: Tensor, expected: float, tokens: int = 1) -> TriedLoss:
-        """Compare a loss with its token losses, which are summed in fp32.
+        """Compare a loss with the sum of token losses, which is in fp32.
 
         Args:
             loss: The loss that the forward returned.
@@ -86,7 +86,7 @@ class TriedLoss(NamedTuple):
 
     @property
     def rest(self) -> float:
-        """The loss minus its token losses; 0 if the difference is due to rounding."""
+        """The loss minus the sum of token losses, or 0 if the difference is due to rounding."""
         rest = self.value - self.expected
         alike = self.value == self.expected or (math.isnan(self.value) and math.isnan(self.expected))
         return 0.0 if alike or abs(rest) <= self.rounding else rest
@@ -96,11 +96,11 @@ class TriedLoss(NamedTuple):
 
 
 def shard_loss_error(sp: SequenceParallel, tried: TriedLoss | None) -> ConfigError | None:
-    """Return the error for the loss of sharded forwards; None if the loss is right. Collective over the sequence's
-    ranks.
+    """Return the error for the loss of sharded forwards, or None if the loss is right. This is a collective call over
+    the sequence's ranks.
 
-    A rank's loss may contain more than token losses, such as a penalty on parameters, if the rest is equal on all
-    ranks. Sharded losses are averaged over ranks, so the rest counts once.
+    A rank's loss may contain another term, such as a penalty on parameters, if the term is equal on all ranks. Sharded
+    losses are averaged over ranks, so such a term counts once.
     """
     all_tried = [trial for _, trial in all_gather_objects(sp.groups.control, ("loss of the model", tried))]
     if tried is None or not tried.rest:
@@ -115,14 +115,14 @@ def check_loss(
     sp: SequenceParallel, module: nn.Module, inputs: Mapping[str, Any], output: Any, *, share: float = 1.0,
     tiles: list[float] | None = None, option_of: str | None = None, error: ConfigError | None = None,
 ) -> bool:  # fmt: skip
-    """Raise ConfigError on all ranks of a sequence if one rank's loss is more than its token losses.
+    """Raise ConfigError on all ranks of a sequence if any rank's loss contains more than token losses.
 
     Args:
         inputs: The forward's arguments by name, with this rank's shard.
         output: The forward's output.
-        share: As for `tried_loss`.
-        tiles: As for `tried_loss`.
-        option_of: As for `loss_function_error`, for a whole batch; None if the batch was passed sharded.
+        share: See `tried_loss`.
+        tiles: See `tried_loss`.
+        option_of: As for `loss_function_error`, for a whole batch, or None if the batch was passed sharded.
         error: Another error on this rank.
 
     Returns:
@@ -143,7 +143,7 @@ def check_loss(
 def tried_loss(
     model: Any, labels: Tensor, items: float, output: Any, share: float, tiles: list[float] | None = None
 ) -> TriedLoss | None:
-    """Compare a forward's loss with its token losses.
+    """Compare a forward's loss with the sum of token losses.
 
     Args:
         labels: The forward's shift_labels.
@@ -153,7 +153,7 @@ def tried_loss(
         tiles: The sum of token losses of each tile, if the loss is tiled and there are no logits.
 
     Returns:
-        The comparison; None if impossible, for example with neither logits nor a tiled loss.
+        The comparison, or None if there are neither logits nor a tiled loss, or no loss to compare.
     """
     fields = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
     loss, logits, experts = (fields.get(name) for name in ("loss", "logits", "aux_loss"))
@@ -233,7 +233,7 @@ def balance(sp: SequenceParallel, router_logits: tuple[Tensor, ...], chosen: int
     Args:
         router_logits: (tokens, experts) of each layer.
         chosen: The number of experts per token.
-        mask: 0 for tokens that do not count; None if all tokens count.
+        mask: 0 for tokens that do not count, or None if all tokens count.
     """
     weight = None if mask is None else mask.reshape(-1, 1).float()
     sums, experts = [], router_logits[0].shape[-1]

@@ -1,9 +1,8 @@
 """Calls with images, videos or audio: the stack of layers runs on shards, and all other modules run whole on each rank.
 
 Models encode media into features, insert the features in place of token embeddings, and call their stack of layers with
-the resulting `inputs_embeds`. Everything before the stack's call is therefore plain code, the same on all ranks, and
-the stack's call is a whole call. Padding and documents are taken from the outermost call, even if the model has changed
-them since.
+the resulting `inputs_embeds`. All code before the stack therefore runs unchanged on all ranks, and the stack's call is
+a whole call. Padding and documents are taken from the outermost call, even if the model has changed them since.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def names_of(facts: Facts, inputs: Mapping[str, Any]) -> list[str]:
 def is_shared_by_stack(facts: Facts, inputs: Mapping[str, Any]) -> bool:
     """Return whether all modules around the stack run whole.
 
-    True for calls with media, and for calls with a cache, since positions then depend on earlier media.
+    This is the case for calls with media, and for calls with a cache, since positions then depend on earlier media.
     """
     return bool(names_of(facts, inputs)) or (not facts.no_media and has_cache(inputs))
 
@@ -180,14 +179,14 @@ def blocks_of(
 
     Args:
         function: Returns whether a query sees a key, given (row, head, query, key), like transformers' mask functions.
-        shape: Rows and tokens.
-        padding: (rows, tokens), 0 for padding, which is in no block.
+        shape: The numbers of rows and tokens.
+        padding: (rows, tokens), 0 for padding. Padding belongs to no block.
         device: The device of the tensors that the function reads.
-        begin: The number of the first token.
-        documents: The documents of a pack, at whose ends blocks end; () if each row is one document.
+        begin: The index of the first token.
+        documents: The documents of a pack, at whose ends blocks end, or () if each row is one document.
 
     Raises:
-        InputError: The keys that a query sees are not one interval.
+        InputError: The keys that a query sees do not form one interval.
     """
     rows, length = shape
 

@@ -78,8 +78,8 @@ def patch_attention(
     """Make every attention of a model exact over sequences that `sp.size` ranks share.
 
     Call the patched model with whole batches, the same on the ranks that share them, to get whole outputs.
-    Alternatively, call it with the output of `sp.shard_batches` to get outputs for this rank's shards. If a model is
-    already patched with `sp`, only new `inputs` are added.
+    Alternatively, call the model with the output of `sp.shard_batches` to get outputs for this rank's shards. If a
+    model is already patched with `sp`, only new `inputs` are added.
 
     Args:
         model: A transformers model, possibly inside a peft model or `torch.compile`. The model is patched in place.
@@ -122,7 +122,7 @@ def patch_attention(
 def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
     """Check that a model can be patched, and return the model's facts.
 
-    Collective over `sp` if the facts must be detected at run time.
+    A collective call over the ranks of `sp` if the facts must be detected at run time.
     """
     if not isinstance(inner, PreTrainedModel) or is_tested(inner):
         check_patch(model, sp)
@@ -216,11 +216,11 @@ def share_sequences(
     """Make a SequenceParallel, and patch a model with it.
 
     Call the model as before, with whole batches that are equal on all ranks of a sequence. Distribute batches by
-    `sp.data_rank` and `sp.data_size`. Collective over the world.
+    `sp.data_rank` and `sp.data_size`. This is a collective call over all ranks.
 
     Args:
-        model: As for `patch_attention`.
-        inputs: As for `patch_attention`.
+        model: See `patch_attention`.
+        inputs: See `patch_attention`.
         **settings: Settings by name, as in the "sequence_parallel" section of a DeepSpeed JSON.
 
     Returns:
@@ -250,11 +250,11 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
     """Check that `patch_attention(model, sp)` can patch the model, without changing the model.
 
     Args:
-        model: As for `patch_attention`.
-        sp: The SequenceParallel to patch with; None to skip the checks that depend on one.
+        model: See `patch_attention`.
+        sp: The SequenceParallel to patch with, or None to skip the checks that depend on `sp`.
 
     Raises:
-        ConfigError: In the same cases as `patch_attention`.
+        ConfigError: The model cannot be patched; see `patch_attention`.
     """
     check_adapters(model)
     check_not_flattened(model)
@@ -279,7 +279,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Restore the original attention of a patched model. An unpatched model stays unchanged.
 
     Args:
-        model: As for `patch_attention`.
+        model: See `patch_attention`.
 
     Returns:
         The model.
@@ -304,10 +304,10 @@ def patched_with(model: PreTrainedModel) -> SequenceParallel | None:
     """Return the SequenceParallel with which a model is patched.
 
     Args:
-        model: As for `patch_attention`.
+        model: See `patch_attention`.
 
     Returns:
-        The SequenceParallel; None if the model is not patched.
+        The SequenceParallel, or None if the model is not patched.
     """
     patch = patch_of(unwrapped(model))
     return patch.sp if patch else None
@@ -405,7 +405,7 @@ def _mask(*, config: Any, **given: Any) -> Any:
 def _scaled_by_position(module: Any, query: Tensor, positions: Tensor | None, context: ForwardContext) -> Tensor:
     """Scale queries (B, H, S, D) by position, as in Llama 4.
 
-    Llama 4 itself would treat a rank's tokens as the first new tokens.
+    Llama 4 itself would scale a rank's tokens as if they were the first new tokens.
     """
     cached, first = context.cached, 0
     if cached is not None:
@@ -438,7 +438,7 @@ def _attention_with_layout(
 ) -> Tensor:
     """Compute attention with the mask of a batch.
 
-    Runs outside compiled graphs, since the mask differs between batches.
+    The function runs outside compiled graphs, since the mask differs between batches.
     """
     mask, tokens = options.mask, q.shape[1] * sp.size
     if layout is not None:
@@ -464,7 +464,7 @@ def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
 
 
 def check_engine(engine: Any, sp: SequenceParallel) -> None:
-    """Check the loss in an engine's first forward with labels, and that the model calls sp.attention.
+    """Check, in an engine's first forward with labels, that the loss is right and the model calls sp.attention.
 
     Patched models run these checks themselves. Only causal language models of transformers are checked.
     """

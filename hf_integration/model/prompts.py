@@ -39,7 +39,7 @@ def may_share(sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[st
 
 
 def unshared(sp: SequenceParallel, model: Any, inputs: Mapping[str, Any]) -> ConfigError | None:
-    """Return the error if prompts must be shared but the call's head gets whole outputs; otherwise None."""
+    """Return the error if prompts must be shared but the call's head gets whole outputs, otherwise None."""
     if sp.config.shared_prompts is not True or not wants_token_numbers(inputs):
         return None
     return ConfigError(
@@ -57,11 +57,11 @@ def prompts_of_call(
         sp: The SequenceParallel of the model.
         model: The patched model.
         facts: The model's facts.
-        inputs: The arguments by name of a call with a whole batch.
+        inputs: The call's arguments by name, with a whole batch.
         on_cpu: By name, CPU copies of tensors that are on a device.
 
     Returns:
-        The prompts; None to compute the rows unchanged.
+        The prompts, or None to compute the rows unchanged.
 
     Raises:
         ConfigError: The settings require sharing of prompts, which is impossible for the call.
@@ -95,7 +95,7 @@ def _balances(model: Any, inputs: Mapping[str, Any]) -> bool:
 
 
 def _refusal(model: Any, facts: Facts, inputs: Mapping[str, Any]) -> str:
-    """Return "NEEDED; got GIVEN" for a call whose rows cannot share prompts; "" for other calls."""
+    """Return "NEEDED; got GIVEN" for a call whose rows cannot share prompts, or "" for other calls."""
     if facts.mixers or facts.gathered:
         return "a model without layers that have a state or gather keys; got one with some"
     columns = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0

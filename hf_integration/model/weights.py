@@ -30,8 +30,8 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the mean absolute value of sampled weights, by name, for some trained parameters including the last one.
 
     Ranks compare these values during training, since gradients that are not averaged over ranks would change them
-    differently. Frozen parameters and partitioned parameters (ZeRO-3, FSDP) are skipped, since they reveal no such
-    difference.
+    differently. Frozen and partitioned parameters (ZeRO-3, FSDP) are skipped, since comparing them would reveal
+    nothing.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and is_whole(p)]
     return {name: _spread(p, WATCHED_SAMPLES).abs().mean() for name, p in trained[:: -max(1, len(trained) // WATCHED)]}
@@ -40,9 +40,9 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
 def fingerprint(model: nn.Module) -> dict[str, object]:
     """Return the properties of a model that ranks compare.
 
-    These are the dtypes, layers, RoPE settings, shapes and sampled values of all parameters and buffers, and the names
-    of trained parameters. Entries that best explain a difference come first. Parameters that ZeRO-3 or FSDP partitions,
-    or that are on the meta device, have no values to compare.
+    The properties are the dtypes, layers, RoPE settings, shapes and sampled values of all parameters and buffers, and
+    the names of trained parameters. Entries that best explain a difference come first. Parameters that ZeRO-3 or FSDP
+    partitions, or that are on the meta device, have no values to compare.
     """
     parameters = dict(model.named_parameters())
     trained = [name for name, p in parameters.items() if p.requires_grad]

@@ -2,7 +2,7 @@
 
 The outermost called module shards the batch before its forward and makes the output whole afterwards. Inner modules,
 such as the base model under a head, get the same arguments as with `shard_batches`. A whole output stays sharded until
-its values are read (`ds_seqpar.whole`). Only the loss is summed at once.
+its values are read (`ds_seqpar.whole`). Only the loss is summed over ranks at once.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def compare_inputs(
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the error message for arguments that a whole batch does not support; "" if there are none."""
+    """Return the error message for arguments that a whole batch does not support, or "" if there are none."""
     if wrong := common_misuse(inputs):
         return wrong
     if inputs.get("return_token_accuracy") or inputs.get("return_predicted_tokens"):
@@ -256,7 +256,7 @@ def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mappin
 class _OnPart:
     """Hooks that make a token-wise module around the base model compute only this rank's shard.
 
-    The module's parameters get this rank's part of their gradient, times `size`, like those of the base model.
+    The module's parameters get this rank's part of their gradient, times `size`, like the base model's parameters.
     """
 
     shard_spec: ShardSpec | None = None  # the spec of the current output
@@ -288,7 +288,7 @@ def compute_on_parts(module: nn.Module, sp: SequenceParallel) -> tuple[Removable
 
 
 def _whole(sp: SequenceParallel, context: ForwardContext, labeled: bool, shifted: bool, name: str, x: Any) -> Any:
-    """Return an output made whole.
+    """Return a whole output, made from this rank's shard.
 
     Args:
         labeled: Whether the output has a loss.

@@ -33,7 +33,7 @@ PEAKS = {r"A100": 312e12, r"H100 80GB HBM3": 989e12, r"H200(?! NVL)": 989e12}
 
 
 def peak(device: torch.device, half: bool) -> float | None:
-    """Return the peak flops/s of a device; None if unknown.
+    """Return the peak flops/s of a device, or None if unknown.
 
     Args:
         device: The device.
@@ -47,9 +47,9 @@ class FlopCounter:
     """Counts the flops of a patched model's training steps.
 
     Each weight of a matrix takes six flops per token: two in forward, two for the gradient of its input and two for its
-    own gradient. A frozen weight takes only the first four. Expert weights count only for the tokens routed to the
-    expert, and embedding weights do not count at all. For each pair of a query and a key, attention takes two products
-    in forward and four in backward.
+    own gradient. A frozen weight takes only four flops per token, since it needs no gradient of its own. Expert weights
+    count only for the tokens routed to the expert, and embedding weights do not count at all. For each pair of a query
+    and a key, attention takes two products in forward and four in backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,7 +77,7 @@ def _dims(module: Any) -> int:
 
 
 def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
-    """Return how many weights of a matrix each token uses; 0 for vectors and embeddings."""
+    """Return how many weights of a matrix each token uses, or 0 for vectors and embeddings."""
     shape = whole_shape(parameter)
     if len(shape) < 2 or "embed" in name or name.endswith("bias"):
         return 0

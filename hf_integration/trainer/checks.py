@@ -1,8 +1,8 @@
 """Checks of a Trainer's setup before training, which refuse settings that would change results.
 
 The label shift and the divisor of the loss must be global (docs/how_it_works.md). Many steps that the Trainer performs
-once per rank must happen once per group of ranks that share a sequence. Settings for which this is not implemented are
-refused here.
+once per rank must happen once per group of ranks that share a sequence. Settings that do not support counting by group
+are refused here.
 
 Errors that are the same on every rank are raised. Errors that may occur on only one rank, for example in its data, are
 returned. All ranks then raise the error together, so that none waits for another.
@@ -185,7 +185,7 @@ def text_of(trainer: Any, batch: Any) -> Any:
 def has_custom_loss(trainer: Any) -> bool:
     """Return whether the loss is computed from whole outputs.
 
-    True if the model's own forward may add to the loss, or if `changes_loss` is true.
+    This is the case if the model's own forward may add to the loss, or if `changes_loss` is true.
     """
     patch = patch_of(unwrapped(trainer.model))
     return changes_loss(trainer) or (patch is not None and bool(patch.above))
@@ -194,8 +194,8 @@ def has_custom_loss(trainer: Any) -> bool:
 def changes_loss(trainer: Any, but: Collection[str] = ()) -> bool:
     """Return whether the Trainer uses a different loss than the model's.
 
-    Reasons are label smoothing, a compute_loss_func, a user-defined compute_loss, or a trl trainer on preferences or
-    rollouts.
+    Possible causes are label smoothing, a compute_loss_func, a user-defined compute_loss, or a trl trainer on
+    preferences or rollouts.
 
     Args:
         trainer: The Trainer.
@@ -247,7 +247,7 @@ def settings(trainer: Any) -> dict[str, object]:
 
 
 def lengths(trainer: Any) -> dict[str, int | None]:
-    """Return the number of examples of each data set by name; None for a data set without a length.
+    """Return the number of examples of each data set by name, or None for a data set without a length.
 
     With unequal numbers, ranks would take different numbers of steps.
     """

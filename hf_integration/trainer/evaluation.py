@@ -56,9 +56,9 @@ class Evaluation(Behind):
     ) -> tuple[Tensor | None, Any, Any]:
         """Return (loss, logits, labels) of the class's `prediction_step`, with whole logits.
 
-        The model's own loss becomes the mean token loss over all groups, without repeated sequences. A custom loss
-        equals the plain Trainer's on this group's sequences. The Trainer then weights the loss by the number of
-        sequences that are not repetitions.
+        The model's own loss becomes the mean token loss over all groups, without repeated sequences. A custom loss has
+        the same value as in the plain Trainer on this group's sequences. The Trainer then weights the loss by the
+        number of sequences that are not repetitions.
         """
         loss_only, custom_loss = prediction_loss_only or not self.gather_logits, checks.has_custom_loss(self)
         (batch,) = self._agree_on_batches("evaluation batch", lambda: iter([copy.copy(inputs)]))
@@ -80,7 +80,7 @@ class Evaluation(Behind):
     def _checked_step(self, model: nn.Module, batch: Any, loss_only: bool, custom_loss: bool, *args: Any) -> tuple:
         """Return the result of the class's `prediction_step`.
 
-        Raises on every rank if the step fails on one, or if only some ranks have a loss to gather.
+        Raises on every rank if the step fails on any rank, or if only some ranks have a loss to gather.
         """
         # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
         known, in_tiles = (SeqParError, RuntimeError), loss_only and not custom_loss

@@ -83,7 +83,7 @@ def job_of_trainer(trainer: Trainer, content: Mapping[str, Any]) -> Job:
 def objective_of(trainer: Trainer) -> Objective:
     """Return the computations of a trl trainer, derived from its class and arguments.
 
-    Prompts count once for each of their rows.
+    A prompt counts once for each row that contains it.
     """
     from ds_seqpar.planner.request import TRAINERS, Objective
 
@@ -111,7 +111,7 @@ def _longest_pack(dataset: Any) -> tuple[int, ...]:
 
 
 def longest_example(dataset: Any, column: str) -> int | None:
-    """Return the number of tokens of the longest example of a `datasets.Dataset`; None for any other data set.
+    """Return the number of tokens of the longest example of a `datasets.Dataset`, or None for any other data set.
 
     The number comes from the length column or from input_ids. For other data sets, every example would have to be
     created.

@@ -160,7 +160,7 @@ class Packed(Behind):
 
 
 def in_last(packs: list[Any], batches: int) -> list[PacksOfStep]:
-    """Return one PacksOfStep per batch of a step, with all packs in the last."""
+    """Return one PacksOfStep per batch of a step, with all packs in the last one."""
     return [PacksOfStep() for _ in range(batches - 1)] + [PacksOfStep(packs)] if batches else []
 
 

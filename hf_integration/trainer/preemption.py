@@ -1,8 +1,8 @@
-"""Saving a checkpoint and ending training at SIGTERM, with TrainingArguments(enable_jit_checkpoint=True).
+"""Save a checkpoint and end training at SIGTERM, with `TrainingArguments(enable_jit_checkpoint=True)`.
 
 Clusters send SIGTERM before they stop a job. transformers' callback waits three seconds on each rank and then saves.
-Ranks would thus save different steps, and a launcher may at first signal only one rank. Here ranks instead check after
-every step whether any rank was signaled, and if so all ranks save the step.
+Ranks would thus save different steps, and a launcher may at first signal only one rank. Here all ranks check after
+every step whether any rank was signaled, and if so save the same step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _GuardedStart:
 
 
 class PreemptionCallback(TrainerCallback):
-    """During training, save a checkpoint and stop after the step in which any rank received SIGTERM."""
+    """A callback that saves a checkpoint and stops training after the step in which any rank received SIGTERM."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp, self.signalled = sp, False
@@ -77,8 +77,8 @@ class PreemptionCallback(TrainerCallback):
 
 
 def take_over(trainer: Any) -> PreemptionCallback | None:
-    """Replace a Trainer's JIT checkpoint callback by a PreemptionCallback. Return the new callback, or None without a
-    JIT callback.
+    """Replace a Trainer's JIT checkpoint callback by a PreemptionCallback. Return the new callback, or None if there is
+    no JIT callback.
     """
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return None

@@ -28,20 +28,20 @@ WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "non
 def checkpoint_of(
     group: dist.ProcessGroup, resume_from_checkpoint: object, args: TrainingArguments, content: Mapping[str, Any]
 ) -> tuple[str | None, int]:
-    """Return (the folder to resume from, or None to start anew; the number of ranks that wrote it).
+    """Return (the folder to resume from, or None to start anew; the number of ranks that wrote the checkpoint).
 
-    Collective over the group of all ranks. Rank 0 warns of newer checkpoints that are incomplete.
+    This is a collective call over all ranks. Rank 0 warns of newer checkpoints that are incomplete.
 
     Args:
         group: The group of all ranks.
-        resume_from_checkpoint: The argument of `train`, which may be a string from a command line. True and "last" mean
-            the last complete checkpoint in the output folder.
+        resume_from_checkpoint: The argument of `Trainer.train`, which may be a string from the command line. True and
+            "last" mean the last complete checkpoint in the output folder.
         args: The Trainer's arguments.
         content: The Trainer's DeepSpeed configuration, with every "auto" filled in.
 
     Raises:
         ConfigError: On every rank, if no checkpoint is complete, if the requested checkpoint is incomplete, or if this
-            run cannot resume from it.
+            run cannot resume from the checkpoint.
     """
     output = str(args.output_dir)
     with together(group, "reading a folder of checkpoints", "checkpoint to resume from") as agreed:
@@ -88,7 +88,8 @@ def parse_resume_argument(value: object) -> str | bool | None:
 
 
 def _inspected(group: dist.ProcessGroup, folder: str, content: Mapping[str, Any]) -> tuple[str, int]:
-    """Return (the fault of a checkpoint and the affected ranks, or "" if complete; the number of ranks that wrote it).
+    """Return (the fault of a checkpoint and the affected ranks, or "" if complete; the number of ranks that wrote the
+    checkpoint).
 
     Raises ConfigError if another kind of run wrote the checkpoint.
     """
@@ -129,5 +130,5 @@ def inspect_checkpoint(folder: Path, run: LoadingRun, scheduler: bool) -> Engine
 
 
 def random_state(folder: Path, rank: int, ranks: int) -> Path:
-    """Return the file with a rank's random state, in a checkpoint that the given number of ranks wrote."""
+    """Return the path of a rank's random state in a checkpoint written by `ranks` ranks."""
     return folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank % ranks}.pth")

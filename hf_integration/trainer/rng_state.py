@@ -18,9 +18,9 @@ from ds_seqpar.guards.waits import explaining_failure
 def share(group: dist.ProcessGroup | None) -> None:
     """Set the random state of all ranks of a group to the state of its first rank.
 
-    Collective. None means a group of one rank. Samplers need an equal state on all ranks when training starts, and data
-    sets and collators need an equal state on the ranks of a sequence. States may differ because ZeRO-3 initializes
-    models on one rank only, or because a checkpoint was written with other groups.
+    This is a collective call. None means a group of one rank. Samplers need an equal state on all ranks when training
+    starts, and data sets and collators need an equal state on the ranks of a sequence. States may differ because ZeRO-3
+    initializes models on one rank only, or because a checkpoint was written with other groups.
     """
     if group is None:
         return
@@ -31,7 +31,7 @@ def share(group: dist.ProcessGroup | None) -> None:
 
 
 def load(path: Path) -> None:
-    """Set the random state, except for devices, from one of the Trainer's files if the number of ranks has changed."""
+    """Restore the random state, except for devices, from a Trainer file written by another number of ranks."""
     with safe_globals():
         state = torch.load(path, weights_only=True)
     set_random_state((state["python"], state["numpy"], state["cpu"], None))
@@ -40,8 +40,8 @@ def load(path: Path) -> None:
 class SharedDraws(TrainerCallback):
     """A callback that makes the random state equal on all ranks when training begins.
 
-    The callback repeats this at each epoch if a sampler draws random numbers then, since data sets may have advanced
-    the states by different amounts.
+    The state is made equal again at each epoch if a sampler then draws random numbers, since data sets may have
+    advanced the states by different amounts.
 
     Args:
         sp: The `SequenceParallel` of the model.

@@ -50,7 +50,7 @@ def rolls_out(trainer: Any) -> bool:
 
 
 def base_of_trl(trainer_class: type, *names: str) -> type | None:
-    """Return the trl class, out of the given names, that a class is or extends; None if there is none."""
+    """Return the trl class, out of the given names, that a class is or extends, or None if there is none."""
     bases = (x for x in trainer_class.__mro__ if x.__name__ in names and x.__module__.startswith("trl."))
     return next(bases, None)
 
@@ -170,7 +170,7 @@ class Rollouts(Behind):
         """Context manager in which the model's `generate` divides its rows among the ranks of this group.
 
         Args:
-            images: The images of each row; None if there are none.
+            images: The images of each row, or None if there are none.
         """
         step, (last, count) = (self.state.global_step, self.model.training), self._generations
         self._generations = step, count + 1 if step == last else 0
@@ -192,7 +192,7 @@ class Rollouts(Behind):
         Args:
             shared: The patched model's `generate`.
             seed: Returns a random seed derived from its arguments.
-            images: The images of each row; None if there are none.
+            images: The images of each row, or None if there are none.
             input_ids: Prompts (rows, tokens) that are padded on the left, the same on all ranks of the group.
             attention_mask: A mask of the same shape.
             generation_config: transformers' generation config.
@@ -202,7 +202,7 @@ class Rollouts(Behind):
             Prompts and completions (rows, tokens), on all ranks of the group.
 
         Raises:
-            SeqParError: On all ranks of the world, if a rank fails.
+            SeqParError: On all ranks of the world, if any rank fails.
         """
         config, inner, group = generation_config, unwrapped(self.model), self.sp.groups.control
         most = self.group_generation_over

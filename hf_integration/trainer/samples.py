@@ -59,8 +59,8 @@ def packing(model: nn.Module) -> Packing:
 def positions_of(model: PreTrainedModel, document: Mapping[str, Any]) -> Tensor:
     """Return the positions of a document's tokens within a pack, int64 (axes, 1, tokens).
 
-    The first axis counts the tokens, and so marks the start of each document. It is the only axis unless the model
-    assigns positions on several axes.
+    The first axis counts the tokens, and so marks the start of each document. Models that assign positions on several
+    axes have further axes.
 
     Args:
         model: The unwrapped model.

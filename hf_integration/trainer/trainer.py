@@ -68,8 +68,8 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
 
     Args:
         *args: Passed to the Trainer.
-        gather_logits: Whether `compute_metrics` and `predict` get the logits of whole sequences, on every rank. `False`
-            gives them no logits, which saves memory. A `preprocess_logits_for_metrics` such as an argmax, which
+        gather_logits: Whether `compute_metrics` and `predict` get the logits of whole sequences, on every rank. With
+            `False` they get no logits, which saves memory. A `preprocess_logits_for_metrics` such as an argmax, which
             receives the logits in parts, saves memory too.
         check_loss: Whether to check, in the first forward, that the model's own loss is the sum of token losses on
             `shift_labels` over `num_items_in_batch`. Pass `False` for a model that intentionally computes another loss
@@ -77,7 +77,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         group_generation_over: For GRPO and RLOO, the maximum number of tokens of a row that one rank generates alone. A
             row's tokens are its prompt plus `max_completion_length`. All ranks of a group generate longer rows
             together, with a sharded cache.
-        inputs: As for `patch_attention`.
+        inputs: See `patch_attention`.
         **kwargs: Passed to the Trainer.
 
     Raises:
@@ -215,7 +215,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         """Return the micro-batches of an optimizer step, and the step's number of label tokens over all groups.
 
         Raises:
-            SeqParError: On every rank, if one rank's data or collator fails, or if batches differ within a group.
+            SeqParError: On every rank, if any rank's data or collator fails, or if batches differ within a group.
         """
         self._throughput.start()
         batches: Iterator[Any] = itertools.islice(epoch_iterator, num_batches)
@@ -234,9 +234,10 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         )  # without labels, gradients are 0 instead of 0/0
 
     def _agree_on_batches(self, name: str, load: Callable[[], Iterator[Any]], labeled: bool = False) -> list[Any]:
-        """Load batches, and check that all ranks have the same number, and the ranks of a sequence the same batches.
+        """Load batches, and check that all ranks have the same number and that the ranks of a sequence have the same
+        batches.
 
-        For the model's own loss, labels that do not count are set to -100. Raises on every rank if one rank fails.
+        For the model's own loss, labels that do not count are set to -100. Raises on every rank if any rank fails.
 
         Args:
             labeled: Whether the model's own loss needs labels.

@@ -57,7 +57,7 @@ class ServerOfGroups(Behind):
         return self._together("asking", lambda: generate(self, prompts, images, num_generations, profiler))
 
     def _together(self, action: str, function: Callable[[], Any], join: Callable[[], Any] = lambda: None) -> Any:
-        """Return the result of a function that all ranks call. Raises on every rank if the function fails on one.
+        """Return the result of a function that all ranks call. Raises on every rank if the function fails on any rank.
 
         Args:
             action: The name of the action, for errors.
