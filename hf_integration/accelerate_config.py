@@ -32,7 +32,7 @@ def removed_from(accelerator: Accelerator) -> ParallelismConfig | None:
 
 
 def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, world: int) -> Any:
-    """Return the section extended by the settings of a ParallelismConfig.
+    """Merge the settings of a ParallelismConfig into the section and return the result.
 
     Raises ConfigError if the section contradicts the ParallelismConfig, or if a field is unrelated to sequence
     parallelism.

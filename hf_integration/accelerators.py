@@ -49,8 +49,8 @@ TRAINED = (
 
 
 class GroupState:
-    """A proxy of an accelerate state that counts groups. All other attributes are forwarded to `own`, the wrapped
-    state.
+    """A proxy of an accelerate state that counts groups. Attributes other than the counts are forwarded to `own`, the
+    wrapped state.
 
     With `sp=None` the proxy counts processes, like the wrapped state.
     """
@@ -77,7 +77,7 @@ class GroupState:
 
 
 class GroupScheduler(AcceleratedScheduler):
-    """accelerate's scheduler, except that it steps once per group instead of once per process."""
+    """accelerate's scheduler, changed to step once per group instead of once per process."""
 
     sp: SequenceParallel
 
@@ -301,8 +301,7 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
     """Return an Accelerator whose processes are the groups of ranks that share sequences.
 
     The new Accelerator distributes batches to groups, steps schedulers once per group, and gathers, reduces and splits
-    over groups. All other members are forwarded to the given Accelerator, which is kept as `own` and still counts
-    ranks.
+    over groups. Further members are forwarded to the given Accelerator, which is kept as `own` and still counts ranks.
 
     Args:
         accelerator: The Accelerator of all ranks, before `prepare`.

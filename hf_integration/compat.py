@@ -104,7 +104,7 @@ _GENERATION = mark("trl.trainer.grpo_trainer:VLLMGeneration")  # unchanged, it w
 
 @contextlib.contextmanager
 def generation_with(mixin: type, trainer_class: type) -> Iterator[None]:
-    """Context manager in which trl's trainers create their `VLLMGeneration` with a mixin placed before it."""
+    """Context manager in which trl's trainers create their `VLLMGeneration` with the given mixin."""
     modules = {x.__module__ for x in trainer_class.__mro__} & {*sys.modules}
     scopes = [vars(sys.modules[name]) for name in modules]
     before = [(scope, scope[_GENERATION]) for scope in scopes if _GENERATION in scope]
@@ -127,7 +127,7 @@ def check_trainer(trainer_class: type) -> None:
 def check_rollouts(trainer_class: type) -> None:
     """Raise ConfigError if trl's GRPO or RLOO lacks a method that `Rollouts` extends.
 
-    Also raise if trl's vLLM client makes rank-counting calls that `CALLED` does not list.
+    Also raises ConfigError if trl's vLLM client makes rank-counting calls that `CALLED` does not list.
     """
     breaks = "what counts groups in GRPO and RLOO"
     for name in EXTENDED_OF_ROLLOUTS:

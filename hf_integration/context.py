@@ -74,7 +74,7 @@ class ForwardContext:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether an inner module (the base model or its stack) may still decide how the call is shared."""
+        """Whether the base model or its stack may still decide how the call is shared."""
         return self.mode not in ("local", "sharded") and self.spec is None and self.cached is None
 
     @property

@@ -137,8 +137,8 @@ class Name(str):
 
 
 def keep_name(config: Any, before: str | None = None) -> None:
-    """Set the name of our attention in a config. Local forwards still use the attention in `before`, by default the
-    config's previous one.
+    """Set the name of our attention in a config. Local forwards still use the attention named by `before`, by default
+    the config's previous attention.
     """
     if not isinstance(name := attention_name(config), Name):
         ours = Name(NAME)
@@ -165,8 +165,8 @@ def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, 
         The previous name.
 
     Raises:
-        ConfigError: Some module keeps its previous attention because its class cannot switch. transformers only warns
-            in this case.
+        ConfigError: Some module keeps its previous attention because its class cannot switch. transformers would only
+            warn.
     """
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
@@ -216,7 +216,7 @@ class _With:
 
 
 def heads_around(model: nn.Module) -> list[nn.Module]:
-    """Return the modules around the base model that users call.
+    """Return the modules that wrap the base model and that users call.
 
     The list includes peft's modules, since peft may call the forward of the inner model without that model's hooks.
     """
@@ -226,7 +226,7 @@ def heads_around(model: nn.Module) -> list[nn.Module]:
 
 
 def token_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules around the base model that process tokens independently: heads, with norms and dropout."""
+    """Return the modules outside the base model that process tokens independently: heads, norms and dropout."""
     base: nn.Module = base_of(model)
     inside, types = {*base.modules()}, (nn.Linear, nn.Dropout, nn.LayerNorm, nn.RMSNorm)
     return [module for module in model.modules() if isinstance(module, types) and module not in inside]
@@ -243,7 +243,7 @@ LIBRARIES = ("transformers", "liger_kernel", "trl", "peft", "accelerate", "torch
 
 
 def is_plain_head(module: Any) -> bool:
-    """Return whether a module around the base model computes only the token losses of a causal language model.
+    """Return whether a module that wraps the base model computes only the token losses of a causal language model.
 
     Library heads for causal language models compute only token losses. Heads of other kinds, user-defined forwards and
     adapters with a penalty may compute any loss from the base model's outputs.

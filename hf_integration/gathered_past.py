@@ -1,4 +1,4 @@
-"""Run unmodified attention modules on a rank's tokens, as if continuing from a cache of all earlier tokens.
+"""Run unmodified attention modules on a rank's tokens, as if they continued from a cache of all earlier tokens.
 
 Modules with an index, or with custom attention, read earlier tokens from a cache. A patched module therefore gets a
 `GatheredPast` as its cache, and runs twice on each piece of a rank's tokens. In the first run the piece sees only
@@ -521,7 +521,7 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
 
 
 def gather_agreed(sp: SequenceParallel, peers: Runtime, xs: list[Tensor], segments: Segments) -> list[Tensor]:
-    """Gather tensors by `operators.gathered.gather`, after the ranks have agreed that all of them will gather."""
+    """Gather tensors by `operators.gathered.gather`, after the ranks have agreed to gather."""
     alike = [(str(x.dtype), tuple(x.shape[2:]), x.requires_grad) for x in xs]
     sp.checker.check_deferred(NAME, {"tensors": alike}, call=LAYER)
     return gather(peers, xs, segments)
@@ -531,7 +531,7 @@ def gather_agreed(sp: SequenceParallel, peers: Runtime, xs: list[Tensor], segmen
 def _telling(sp: SequenceParallel, module: nn.Module) -> Iterator[None]:
     """Context manager for a module's run in forward, which raises a rank's error on all ranks.
 
-    Otherwise the other ranks would wait for keys forever.
+    An error on one rank alone would leave the other ranks waiting for keys.
     """
     error, is_forward = None, graph_task() < 0
     try:
@@ -590,7 +590,7 @@ def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
 
 
 def keep_config(module: Any, name: str | None = None) -> None:
-    """Give a module and its submodules a config with their previous attention, or `name`, until `restore`."""
+    """Give a module and its submodules configs that name their previous attention, or `name`, until `restore`."""
     for inner in module.modules():
         if (config := vars(inner).get("config")) is None:
             continue

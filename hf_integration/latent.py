@@ -26,7 +26,7 @@ EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
 
 
 def use_latent(module: Any) -> None:
-    """Make an MLA module send its latent in sharded forwards. Other modules stay unchanged."""
+    """Make an MLA module send its latent in sharded forwards. Modules without latent attention stay unchanged."""
     if hasattr(type(module), EXPAND) and hasattr(module, PROJECTION):
         override(module, EXPAND, types.MethodType(_expand_kv, module))
 

@@ -21,7 +21,7 @@ from . import compat
 
 
 class Stream(IterableDataset):
-    """A wrapper around an iterable data set, which makes accelerate distribute examples to groups one by one.
+    """A wrapper around an iterable data set, which makes accelerate distribute single examples to groups.
 
     accelerate would distribute a streaming data set of `datasets` file by file. Groups would then take different
     numbers of steps, and train on different sequences than the plain Trainer. Examples of a wrapped data set are

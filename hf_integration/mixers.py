@@ -1,7 +1,7 @@
 """Mixers of transformers models: modules with a gated delta rule, Mamba-2, lightning attention or a convolution.
 
 A mixer calls kernels through global names of its file. In a patched model, the forward of the mixer's class runs with
-other functions under these names. The substitutes pass each call to an `Engine`, which runs the file's original
+substitutes for the named functions. The substitutes pass each call to an `Engine`, which runs the file's original
 functions on parts of the sequence. Installed kernels are therefore still used, projections and norms stay unchanged,
 and no file is modified.
 """

@@ -22,8 +22,8 @@ def rebound(function: Any, names: dict[str, Any], breaks: str) -> Any:
 
     Raises:
         ConfigError: The function does not read one of the names, perhaps in another release of the package, so
-            replacing the name would have no effect. Also raised if a decorator does not call the function through a
-            closure.
+            replacing the name would have no effect. The error is also raised if a decorator does not call the function
+            through a closure.
     """
     inside, scope, closure = getattr(function, "__wrapped__", None), function.__globals__, function.__closure__
     place = f"{function.__module__}:{function.__qualname__}"

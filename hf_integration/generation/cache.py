@@ -272,7 +272,7 @@ class KeptRows:
         replica: The replica of the module.
         rows: The slice of the batch's rows.
         count: The number of rows in the batch.
-        before: The number of tokens that these rows already have.
+        before: The number of tokens already in these rows.
         new: The number of new tokens.
     """
 

@@ -66,8 +66,8 @@ def _sharing(model: Any) -> SequenceParallel | None:
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate with all ranks that share the sequence, like `generate` of the model's class.
 
-    This is a collective call over the ranks of the sequence, or over all ranks if ranks fetch parameters from one
-    another (ZeRO-3, FSDP). Inside `whole_sequences` each rank generates alone.
+    The call is collective over the ranks of the sequence, or over all ranks if ranks fetch parameters from one another
+    (ZeRO-3, FSDP). Inside `whole_sequences` each rank generates alone.
 
     Args:
         *args: Positional arguments of transformers' `generate`, the same on all ranks of the sequence. Only a streamer
@@ -321,7 +321,8 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
 def _numbers_of_first_rank(sp: SequenceParallel) -> Iterator[None]:
     """Context manager in which all ranks draw the random numbers of the sequence's first rank.
 
-    On exit, ranks that began with the same random state keep the advanced state; other ranks restore their own.
+    On exit, ranks that began with the same random state keep the advanced state, and all other ranks restore their own
+    state.
     """
     own = torch_states(sp.device)
     states = all_gather_objects(sp.groups.control, ("random numbers of a generation", own))

@@ -1,10 +1,10 @@
 """Observe how a model's tokens interact in forwards of a small copy, in attention and in any other modules that mix
 tokens.
 
-The copy's attention is our own function. In some forwards the function computes softmax attention, and in others each
-token attends only to itself. If each token attends only to itself, a token's result must not depend on which other
-tokens are present. A rank computes only its own tokens, and everything from other tokens must arrive through attention.
-Modules that mix tokens in other ways are reported by name.
+The copy's attention is our own function. In some forwards the function computes softmax attention, and in other
+forwards each token attends only to itself. If each token attends only to itself, a token's result must not depend on
+which other tokens are present. A rank computes only its own tokens, and everything from other tokens must arrive
+through attention. Modules that mix tokens in other ways are reported by name.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ _watch: ContextVar[Watch] = ContextVar("hf_integration_look")  # the Watch of a 
 
 
 def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **given: Any) -> Tensor:
-    """Implement transformers' mask interface: make the mask for eager attention and record it."""
+    """Implement transformers' mask interface: make and record the mask for eager attention."""
     mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"](mask_function=mask_function, **given)
     seen = _watch.get().seen
     seen.masks.append(MadeMask(mask, mask_function, local_size, len(seen.events)))
@@ -391,7 +391,7 @@ def _alike(model: Any, name: str) -> dict[str, nn.Module]:
 
 
 def _called_base(model: Any, seen: Seen) -> nn.Module:
-    """Return the outermost called module that is not a head: the base model, or a part of it."""
+    """Return the outermost called module that is not a head, which is the base model or one of its parts."""
     base: nn.Module = model.base_model
     called = [model.get_submodule(name) for name, _, is_output in seen.events if not is_output]
     inside = {*base.modules()} - ({model} if model.get_output_embeddings() is not None else set())
@@ -461,7 +461,7 @@ def _check_pieces(watch: Watch, ids: Tensor, facts: Facts, plain: Seen) -> None:
 def _selects(watch: Watch, ids: Tensor, plain: Seen) -> bool:
     """Return whether modules with latents and an index give the same results if they run on all tokens at once.
 
-    All other modules run in pieces, which is also exact.
+    Modules for which this fails run in pieces, which is also exact.
     """
     watch.selecting = [*filter(sparse.selects, watch.gathered.values())]
     try:
@@ -565,7 +565,7 @@ def _reaches(watch: Watch, ids: Tensor) -> bool:
 
 
 def _names(base: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the starred names of modules below `base`, with their classes if others share these names."""
+    """Return the starred names of modules below `base`, with their classes if the names are ambiguous."""
     names, classes = {module: name for name, module in base.named_modules()}, dict[str, set[type]]()
     for module, name in names.items():
         classes.setdefault(starred(name), set()).add(type(module))

@@ -117,7 +117,7 @@ def _token(config: PreTrainedConfig, names: str) -> int | None:
 
 
 def _number(config: PreTrainedConfig, names: str, default: int) -> int:
-    """Return the first number with one of these names in a config or its subconfigs."""
+    """Return the first number in a config or its subconfigs whose name matches the pattern."""
     parts = [config, *(x for x in vars(config).values() if isinstance(x, PreTrainedConfig))]
     found = [x for part in parts for name, x in vars(part).items() if x and re.fullmatch(names, name)]
     return next((x[0] if isinstance(x, list | tuple) else x for x in found), default)

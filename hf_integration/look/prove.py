@@ -65,8 +65,7 @@ def prove(
     patch: Callable[[Any], object],
     unpatch: Callable[[Any], object],
 ) -> str:
-    """Compare a small copy of a model, patched and unpatched, in fp32. This is a collective call over the ranks of
-    `sp`.
+    """Compare a small copy of a model, patched and unpatched, in fp32. The call is collective over the ranks of `sp`.
 
     Loss, outputs and the gradients of all parameters must agree to 1e-5, for a plain, a padded and a packed batch. A
     classifier's result for a row may come from padding, or from one document of a pack, so for the last two batches
@@ -356,7 +355,7 @@ def _gap(expected: Tensor, got: Tensor, floor: float = 0.0, order: float = math.
 
 
 def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
-    """Return " from layer N on" for the first layer whose output differs. This is a collective call over the sequence's
+    """Return " from layer N on" for the first layer whose output differs. The call is collective over the sequence's
     ranks.
     """
     for number, (whole, local) in enumerate(zip(expected.layers, got.layers, strict=True)):

@@ -97,7 +97,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def config_sizes(config: PreTrainedConfig) -> Model:
-    """Return the sizes of a configuration's model.
+    """Return the sizes of the model that a configuration describes.
 
     Parameters are counted on the meta device, so the number is right for every family.
     """

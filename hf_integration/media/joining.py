@@ -97,12 +97,12 @@ class _Joining:
 
     @staticmethod
     def _given(method: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a method's arguments from a forward's inputs; empty if the first argument is missing."""
+        """Return a method's arguments from a forward's inputs, or {} if the first argument is missing."""
         names = [*inspect.signature(method).parameters]
         return {} if inputs.get(names[0]) is None else {name: inputs[name] for name in names if name in inputs}
 
     def _tell_smallest(self, name: str, given: dict[str, Any]) -> None:
-        """Broadcast and store the smallest image of the first rank that has images. This is a collective call over all
+        """Broadcast and store the smallest image of the first rank that has images. The call is collective over all
         ranks.
         """
         world, told = self.sp.control_world, list[Any]([None])
@@ -142,7 +142,7 @@ def _is_partitioned(module: nn.Module) -> bool:
 
 
 class _Beside(Function):
-    """The identity on x. Other tensors get zero gradients, so that backward runs through their graph."""
+    """The identity on x. All further inputs get zero gradients, so that backward runs through their graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Towers whose images are divided among the ranks that share a sequence: each rank encodes only its own images.
 
-Otherwise each rank would encode all images of a whole call. Each rank encodes neighboring images, or frames of videos,
-and sends the features to the other ranks. The gradients of features are summed back to the rank that made the features.
-A tower's parameters thus get the gradient of the rank's own images from the tokens of all ranks, times the number of
-ranks. The mean over ranks therefore equals the plain gradient.
+Without the division, each rank would encode all images of a whole call. With the division, each rank encodes
+neighboring images, or frames of videos, and sends the features to the other ranks. The gradients of features are summed
+back to the rank that made the features. A tower's parameters thus get the gradient of the rank's own images from the
+tokens of all ranks, times the number of ranks. The mean over ranks therefore equals the plain gradient.
 
 A rank without images computes the smallest image but sends nothing, since every parameter needs a gradient and ranks
 must gather partitioned parameters together.
@@ -65,7 +65,7 @@ def _names(owner: nn.Module, name: str) -> list[str]:
 
 
 def cuts_for(model: PreTrainedModel, sp: SequenceParallel) -> Cuts:
-    """Return how a model's feature methods are divided among ranks, by method name. This is a collective call over the
+    """Return how a model's feature methods are divided among ranks, by method name. The call is collective over the
     ranks of `sp`.
 
     Args:
@@ -156,7 +156,7 @@ def _features(sp: SequenceParallel, cut: Cut, arguments: dict[str, Any], method:
 
 
 def _gathered(sp: SequenceParallel, own: dict[str, Any], has_share: bool) -> list[Any]:
-    """Return the fields of each rank's features, by rank, or None for a rank without a share. This is a collective call
+    """Return the fields of each rank's features, by rank, or None for a rank without a share. The call is collective
     over the ranks of `sp`.
     """
     told = tree_map(lambda x: x.detach().to("meta"), own) if has_share else None

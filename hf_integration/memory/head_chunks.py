@@ -9,8 +9,8 @@ its part to the gradient of the input. The gradients of a weight's slices fill a
 the parameter, and hence ZeRO and DDP, gets its gradient once.
 
 Between projections and attention, families have different steps, for example norms of q and k, RoPE, or sinks. The
-forward of the family's own class computes these steps, on a copy of the module (its twin) that has the head chunk's
-heads.
+forward of the family's own class computes the intermediate steps, on a copy of the module (its twin) that has the head
+chunk's heads.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layou
 
 
 def _has_head_chunks(module: Any) -> bool:
-    """Return whether head chunks can project their own heads. Otherwise only attention itself runs in head chunks."""
+    """Return whether head chunks can project their own heads. If they cannot, only attention itself runs in head
+    chunks.
+    """
     if torch.compiler.is_compiling():
         log_once(ALL_HEADS.format("a compiled model"))
     elif (facts := TESTED.get(module.config.model_type)) is None or facts.norms_heads:
@@ -196,7 +198,7 @@ class _HeadChunkForward:
         return Slice(self.module, self.head_chunks, index, grad=True)
 
     def without_outs(self, results: list[Any], grad: Tensor, gradients: Gradients) -> None:
-        """Replace out by delta = rowsum(do * out) (B, s, heads) in the attention results of head chunks.
+        """Replace `out` by `delta = rowsum(do * out)` (B, s, heads) in the attention results of head chunks.
 
         After the backward of the output projection, only delta is needed.
         """

@@ -2,10 +2,10 @@
 
 Source: TiledMLP and the tiled loss of ALST (arXiv 2506.13996, section 3.1). DeepSpeed (`sequence_tiled_compute`)
 accumulates the gradients of tiles in `.grad`, in the parameters' dtype, and marks each parameter so that ZeRO
-recognizes the last tile. Here no parameter gets a gradient until all tiles are done. `torch.autograd.grad` computes the
-gradients of a tile without running the hooks of parameters. The gradients are summed in fp32 or wider, and returned
-once, as the gradients of the function. ZeRO and DDP thus get one gradient per parameter and backward pass, for any
-number of tiles.
+recognizes the last tile. In this module, no parameter gets a gradient until all tiles are done. `torch.autograd.grad`
+computes the gradients of a tile without running the hooks of parameters. The gradients are summed in fp32 or wider, and
+returned once, as the gradients of the function. ZeRO and DDP thus get one gradient per parameter and backward pass, for
+any number of tiles.
 
 Backward recomputes each tile. A loss needs no second run: the incoming gradient is one factor for all tiles, so the
 gradients of tiles are computed in forward, as in DeepSpeed. In fp16 the tiles of a loss are recomputed too, because

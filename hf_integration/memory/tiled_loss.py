@@ -2,8 +2,8 @@
 
 Some families scale or cap their logits, or add a loss that balances experts. None of that code is duplicated here. The
 forward of the model's own class runs once for each tile, on a copy of the model (a twin) whose base model returns one
-tile of the last hidden state. For all other outputs the forward runs once more with the real base model, whose output
-is cut to zero tokens.
+tile of the last hidden state. To compute the model's remaining outputs, the forward runs once more with the real base
+model, whose output is cut to zero tokens.
 """
 
 from __future__ import annotations

@@ -148,8 +148,8 @@ def _zero_leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module
 def before_leaf(module: Any, args: tuple) -> tuple | None:
     """Prepare the call of a ZeRO-3 leaf module.
 
-    An input that requires no gradient (LoRA in a first layer) is changed to require one. Otherwise ZeRO-3 would reduce
-    the leaf's gradients too early.
+    An input that requires no gradient (LoRA in a first layer) is changed to require one. Without a gradient of the
+    input, ZeRO-3 would reduce the leaf's gradients too early.
     """
     needs_grad = args and hasattr(module, ZERO_ID) and torch.is_grad_enabled() and not args[0].requires_grad
     if needs_grad and trained_parameters(module):

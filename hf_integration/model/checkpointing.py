@@ -1,7 +1,8 @@
 """Gradient checkpointing of transformers models without running attention twice (ds_seqpar.memory.checkpoints).
 
-`gradient_checkpointing_enable` sets a checkpoint function on each layer. A sharded forward wraps these functions before
-it runs. The functions therefore need no context_fn, may be reentrant, and may be set at any time.
+`gradient_checkpointing_enable` sets a checkpoint function on each layer. A sharded forward wraps the checkpoint
+functions before the layers run. The checkpoint functions therefore need no context_fn, may be reentrant, and may be set
+at any time.
 """
 
 from __future__ import annotations

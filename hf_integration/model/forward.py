@@ -8,8 +8,8 @@ A forward is sharded, whole, a decode step or local.
   which each rank stores a part (`generation`).
 - Decode steps have one new token per row, which all ranks compute.
 
-Before each forward except local ones, the ranks agree once that each rank got its own tokens with their global
-positions (`agreement`). The outermost called module decides the mode from all its arguments by name, and creates the
+Before each forward that is not local, the ranks check once that each rank got its own tokens with global positions
+(`agreement`). The outermost called module decides the mode from all its arguments by name, and creates the
 `ForwardContext`. The base model passes the context to its layers. Checkpoints store the context, so that backward
 recomputes a layer in the original mode.
 """
@@ -93,14 +93,14 @@ class Patch:
 
 
 def text_of(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a batch for a patched model without its media. Raise if the model does not support the media."""
+    """Return a batch for a patched model without its media. Raise an error if the model does not support the media."""
     inner: Any = unwrapped(model)
     patch = patch_of(inner)
     return batch if patch is None else media.text_of(patch.facts, batch, inner.config)
 
 
 def hook(module: nn.Module, before: Before) -> list[RemovableHandle]:
-    """Register the hooks of a patched base model, of its stack, or of a module around it.
+    """Register the hooks of a patched base model, of its stack, or of a module that wraps the base model.
 
     Args:
         module: The module.
@@ -243,7 +243,7 @@ def _complete(
 
 
 def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Begin a forward of a module around the base model.
+    """Begin a forward of a module that wraps the base model.
 
     A module that receives whole outputs leaves sharding to the base model.
     """
@@ -307,7 +307,7 @@ def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: Forw
 
 
 def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
-    """Return why a module around the base model does not support a sharded batch, or "" if it does."""
+    """Return why a module that wraps the base model does not support a sharded batch, or "" if it does."""
     if not is_causal_lm(inner):
         return WHOLE_ONLY.format(type(inner).__name__)
     return UNSHIFTED if inputs.get("labels") is not None and inputs.get("shift_labels") is None else ""

@@ -1,4 +1,4 @@
-"""Checks of a model's loss when sequences are shared, and the loss that balances experts.
+"""Check a model's loss when sequences are shared, and compute the loss that balances experts.
 
 A rank's loss on its own tokens must be the sum of token losses on shift_labels, divided by num_items_in_batch. A loss
 that swallows both arguments in its **kwargs, or adds a term, would silently give wrong gradients. Losses are therefore
@@ -96,8 +96,8 @@ class TriedLoss(NamedTuple):
 
 
 def shard_loss_error(sp: SequenceParallel, tried: TriedLoss | None) -> ConfigError | None:
-    """Return the error for the loss of sharded forwards, or None if the loss is right. This is a collective call over
-    the sequence's ranks.
+    """Return the error for the loss of sharded forwards, or None if the loss is right. The call is collective over the
+    sequence's ranks.
 
     A rank's loss may contain another term, such as a penalty on parameters, if the term is equal on all ranks. Sharded
     losses are averaged over ranks, so such a term counts once.

@@ -105,22 +105,22 @@ class MediaCall:
 
 
 def names_of(facts: Facts, inputs: Mapping[str, Any]) -> list[str]:
-    """Return the names of arguments that require whole rows in all modules around the stack."""
+    """Return the names of arguments that require whole rows in all modules outside the stack."""
     return [
         name for name, x in inputs.items() if x is not None and (name in MEDIA or (facts.outside and name in TYPES))
     ]
 
 
 def is_shared_by_stack(facts: Facts, inputs: Mapping[str, Any]) -> bool:
-    """Return whether all modules around the stack run whole.
+    """Return whether a call runs all modules around the stack on whole sequences.
 
-    This is the case for calls with media, and for calls with a cache, since positions then depend on earlier media.
+    Calls with media and calls with a cache do, since positions after a cache depend on earlier media.
     """
     return bool(names_of(facts, inputs)) or (not facts.no_media and has_cache(inputs))
 
 
 def text_of(facts: Facts, batch: Mapping[str, Any], config: PreTrainedConfig) -> Mapping[str, Any]:
-    """Return a batch without its media. Raise if the model does not support the media."""
+    """Return a batch without its media. Raise an error if the model does not support the media."""
     if not names_of(facts, batch):
         return batch
     if error := checked(facts, batch, config)[1]:

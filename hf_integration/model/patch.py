@@ -122,7 +122,7 @@ def patch_attention(
 def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
     """Check that a model can be patched, and return the model's facts.
 
-    A collective call over the ranks of `sp` if the facts must be detected at run time.
+    The call is collective over the ranks of `sp` if the facts must be detected at run time.
     """
     if not isinstance(inner, PreTrainedModel) or is_tested(inner):
         check_patch(model, sp)
@@ -190,7 +190,7 @@ def patch_by(
 
 
 def _patch_heads(patch: Patch, model: nn.Module) -> None:
-    """Hook the modules around a patched base model that are not hooked yet.
+    """Hook the modules that wrap a patched base model and are not hooked yet.
 
     Several heads may share one base model.
     """
@@ -216,7 +216,7 @@ def share_sequences(
     """Make a SequenceParallel, and patch a model with it.
 
     Call the model as before, with whole batches that are equal on all ranks of a sequence. Distribute batches by
-    `sp.data_rank` and `sp.data_size`. This is a collective call over all ranks.
+    `sp.data_rank` and `sp.data_size`. The call is collective over all ranks.
 
     Args:
         model: See `patch_attention`.

@@ -29,8 +29,8 @@ def compares_weights(forward: int) -> bool:
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the mean absolute value of sampled weights, by name, for some trained parameters including the last one.
 
-    Ranks compare these values during training, since gradients that are not averaged over ranks would change them
-    differently. Frozen and partitioned parameters (ZeRO-3, FSDP) are skipped, since comparing them would reveal
+    Ranks compare the sampled weights during training, since gradients that are not averaged over ranks would make the
+    weights diverge. Frozen and partitioned parameters (ZeRO-3, FSDP) are skipped, since comparing them would reveal
     nothing.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and is_whole(p)]

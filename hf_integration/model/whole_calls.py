@@ -1,4 +1,4 @@
-"""Calls of a patched model with whole batches, equal on all ranks that share them, which return whole outputs.
+"""Call a patched model with whole batches and get whole outputs. A whole batch is the same on all ranks that share it.
 
 The outermost called module shards the batch before its forward and makes the output whole afterwards. Inner modules,
 such as the base model under a head, get the same arguments as with `shard_batches`. A whole output stays sharded until
@@ -254,7 +254,7 @@ def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mappin
 
 
 class _OnPart:
-    """Hooks that make a token-wise module around the base model compute only this rank's shard.
+    """Hooks that make a token-wise module outside the base model compute only this rank's shard.
 
     The module's parameters get this rank's part of their gradient, times `size`, like the base model's parameters.
     """

@@ -185,7 +185,7 @@ def text_of(trainer: Any, batch: Any) -> Any:
 def has_custom_loss(trainer: Any) -> bool:
     """Return whether the loss is computed from whole outputs.
 
-    This is the case if the model's own forward may add to the loss, or if `changes_loss` is true.
+    Whole outputs are needed if the model's own forward may add to the loss, or if `changes_loss` is true.
     """
     patch = patch_of(unwrapped(trainer.model))
     return changes_loss(trainer) or (patch is not None and bool(patch.above))

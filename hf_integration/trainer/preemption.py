@@ -1,8 +1,8 @@
 """Save a checkpoint and end training at SIGTERM, with `TrainingArguments(enable_jit_checkpoint=True)`.
 
 Clusters send SIGTERM before they stop a job. transformers' callback waits three seconds on each rank and then saves.
-Ranks would thus save different steps, and a launcher may at first signal only one rank. Here all ranks check after
-every step whether any rank was signaled, and if so save the same step.
+Ranks would thus save different steps, and a launcher may at first signal only one rank. With this module, all ranks
+check after every step whether any rank was signaled, and if so save the same step.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def checkpoint_of(
 ) -> tuple[str | None, int]:
     """Return (the folder to resume from, or None to start anew; the number of ranks that wrote the checkpoint).
 
-    This is a collective call over all ranks. Rank 0 warns of newer checkpoints that are incomplete.
+    The call is collective over all ranks. Rank 0 warns of newer checkpoints that are incomplete.
 
     Args:
         group: The group of all ranks.

@@ -18,9 +18,9 @@ from ds_seqpar.guards.waits import explaining_failure
 def share(group: dist.ProcessGroup | None) -> None:
     """Set the random state of all ranks of a group to the state of its first rank.
 
-    This is a collective call. None means a group of one rank. Samplers need an equal state on all ranks when training
-    starts, and data sets and collators need an equal state on the ranks of a sequence. States may differ because ZeRO-3
-    initializes models on one rank only, or because a checkpoint was written with other groups.
+    The call is collective over the group. None means a group of one rank. Samplers need an equal state on all ranks
+    when training starts, and data sets and collators need an equal state on the ranks of a sequence. States may differ
+    because ZeRO-3 initializes models on one rank only, or because a checkpoint was written with other groups.
     """
     if group is None:
         return

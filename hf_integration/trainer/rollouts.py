@@ -1,7 +1,7 @@
 """trl's GRPO and RLOO: a group of ranks generates and scores each completion once, and all its ranks train on it.
 
-trl's methods run unchanged, except for the accelerate functions that they call directly. These functions would count
-ranks and are replaced by versions that count groups, since a group of ranks replaces one process.
+trl's methods run unchanged, except for the accelerate functions that they call directly. accelerate's functions would
+count ranks and are replaced by versions that count groups, since a group of ranks replaces one process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def rolls_out(trainer: Any) -> bool:
 
 
 def base_of_trl(trainer_class: type, *names: str) -> type | None:
-    """Return the trl class, out of the given names, that a class is or extends, or None if there is none."""
+    """Return the trl class with one of the given names among a class and its bases, or None if there is none."""
     bases = (x for x in trainer_class.__mro__ if x.__name__ in names and x.__module__.startswith("trl."))
     return next(bases, None)
 
@@ -100,7 +100,7 @@ def check(trainer: Any) -> None:
 def check_together(trainer: Any) -> None:
     """Raise ConfigError if the ranks of a group would share a cache but the policy has layers with a state.
 
-    Such layers do not support a shared cache. `generate` would also raise an error, but only in the first step.
+    Layers with a state do not support a shared cache. `generate` would also raise an error, but only in the first step.
     """
     inner, parts = unwrapped(trainer.model), trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
     given = [f"group_generation_over={over}"] if (over := trainer.group_generation_over) is not None else []

@@ -68,8 +68,8 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
 
     Args:
         *args: Passed to the Trainer.
-        gather_logits: Whether `compute_metrics` and `predict` get the logits of whole sequences, on every rank. With
-            `False` they get no logits, which saves memory. A `preprocess_logits_for_metrics` such as an argmax, which
+        gather_logits: Whether `compute_metrics` and `predict` get the logits of whole sequences, on every rank. `False`
+            passes no logits to either, which saves memory. A `preprocess_logits_for_metrics` such as an argmax, which
             receives the logits in parts, saves memory too.
         check_loss: Whether to check, in the first forward, that the model's own loss is the sum of token losses on
             `shift_labels` over `num_items_in_batch`. Pass `False` for a model that intentionally computes another loss
@@ -355,7 +355,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
 
 
 def _without_margin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Remove the margin column that trl's RewardTrainer passes to the model, which does not use it."""
+    """Remove the margin column that trl's RewardTrainer passes to the model without need."""
     return args, {name: x for name, x in kwargs.items() if name != "margin"}
 
 
