@@ -87,8 +87,8 @@ EXTENDED_OF_TRL = {
 # extended methods of trl's GRPO and RLOO; those in REBOUND call accelerate's functions
 REBOUND = ("_calculate_rewards", "_generate_and_score_completions")
 EXTENDED_OF_ROLLOUTS = (*REBOUND, "_generate_single_turn", "_prepare_inputs")
-# by trl class, the methods that make rank-counting calls through globals. `gather`, `gather_object` and `VLLMClient`
-# are replaced by versions that count groups
+# the methods of each trl class that make rank-counting calls through globals. `gather`, `gather_object` and
+# `VLLMClient` are replaced by versions that count groups
 CALLED: dict[str, dict[str, set[str]]] = {
     **{name: {} for name in ("SFTTrainer", "RewardTrainer")},
     **{name: {"_precompute_ref_logps": {"broadcast_object_list"}} for name in ("DPOTrainer", "KTOTrainer")},
@@ -99,7 +99,9 @@ CALLED: dict[str, dict[str, set[str]]] = {
 _COUNTS_RANKS = {"gather", "gather_object", "broadcast", "broadcast_object_list", "VLLMClient"}
 
 EXTENDED_OF_VLLM = ("_init_vllm", "_iter_named_params")  # of trl's VLLMGeneration
-_GENERATION = mark("trl.trainer.grpo_trainer:VLLMGeneration")  # unchanged, it would gather the prompts of every rank
+_GENERATION = mark(
+    "trl.trainer.grpo_trainer:VLLMGeneration"
+)  # the original class would gather the prompts of every rank
 
 
 @contextlib.contextmanager

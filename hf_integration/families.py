@@ -159,7 +159,7 @@ def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, 
     Args:
         model: A model.
         name: The name of an attention function.
-        attending: By name, the modules that must use the function afterwards.
+        attending: The modules that must use the function afterwards, by name.
 
     Returns:
         The previous name.

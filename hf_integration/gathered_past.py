@@ -57,9 +57,9 @@ class Kept(Protocol):
     """Interface of this rank's cached tensors for some rows.
 
     Attributes:
-        tokens: The number of tokens, including the new ones.
-        first: By name, the first token whose values are still stored, or 0 if missing.
-        entries: By name, the entries into which the module has compressed tokens (B, entries, ...).
+        tokens: The number of tokens, including new tokens.
+        first: The first token whose values are still stored, by name; missing names start at 0.
+        entries: The entries into which the module has compressed tokens, by name (B, entries, ...).
     """
 
     tokens: int
@@ -81,14 +81,14 @@ class GatheredPast:
     Args:
         module: The module.
         piece: The piece of tokens that the module runs on.
-        gathered: By (name, tensor index), the gathered tensor of all tokens (B, tokens, ...).
+        gathered: The gathered tensor of all tokens (B, tokens, ...) for each (name, tensor index).
         is_alone: Whether the piece sees only itself and the gathered tensors.
         kept: The cached tensors of earlier forwards, or None without a cache.
         stores: Whether to store new tensors, as in a decode step, which gathers nothing.
 
     Attributes:
         taken: The piece's own tensors, keyed like `gathered`, in the order of the module's calls.
-        entries: By name, the entries into which the module has compressed the document's tokens (B, entries, ...).
+        entries: The entries into which the module has compressed the document's tokens, by name (B, entries, ...).
     """
 
     is_compileable = False

@@ -31,7 +31,7 @@ class ModulePatch:
     head_chunks: int = 1  # for a copy with one head chunk: the number of head chunks
     model: Any = None  # for a base model: the Patch of its model
     base: str | None = None  # for a model: the name of the module that heads call, if not the base model
-    # by attribute name, (the new value, {} or {name: the old value})
+    # (new value, {} or {name: old value}) for each attribute name
     replaced: dict[str, tuple[Any, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     hooks: list[RemovableHandle] = dataclasses.field(default_factory=list)
 

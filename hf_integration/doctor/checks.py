@@ -40,7 +40,7 @@ TRAINING = (
     "data_types", "prescale_gradients", "gradient_predivide_factor", "torch_autocast", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 )  # fmt: skip
-# by first kind of batch in which a model differs, the cause
+# the cause of a difference, by the first kind of batch that shows it
 CAUSES = {"padded": "padding is not masked: ", "packed": "documents are not kept apart: "}
 
 

@@ -194,14 +194,14 @@ class Held:
 
 
 class Replica:
-    """A module's cached tensors for all tokens, stored on every rank: by name (rows, capacity, ...).
+    """A module's cached tensors (rows, capacity, ...) for all tokens, by name. Every rank stores all of them.
 
     Args:
         rate: The number of tokens that the module compresses into one entry, or 0 without compression.
 
     Attributes:
         kept: The stored tensors, and the entries of compressed tokens.
-        first: By name, the first token whose values are still stored.
+        first: The first token whose values are still stored, by name.
     """
 
     def __init__(self, rate: int = 0) -> None:

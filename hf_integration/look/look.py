@@ -180,7 +180,7 @@ class Seen:
     output: Any = None
     calls: list[Call] = dataclasses.field(default_factory=list)
     masks: list[MadeMask] = dataclasses.field(default_factory=list)
-    # by (module name, call index, whether these are outputs), tensors in the order of events
+    # tensors for each (module name, call index, whether they are outputs), in the order of events
     events: dict[tuple[str, int, bool], list[Tensor]] = dataclasses.field(default_factory=dict)
     probes: list[object] = dataclasses.field(default_factory=list)  # values that mixers received as the keyword PROBE
     mixed: dict[str, int] = dataclasses.field(
@@ -204,7 +204,7 @@ class Watch:
 
     Args:
         small: The copy.
-        gathered: By name, the modules that gather keys.
+        gathered: The modules that gather keys, by name.
     """
 
     def __init__(self, small: Any, gathered: Mapping[str, nn.Module] = types.MappingProxyType({})) -> None:

@@ -40,7 +40,7 @@ class Cut(NamedTuple):
     dim: int = 0  # the dim of the patches
     frames: bool = False  # whether the frames of a video can be on several ranks
     drops: bool = False  # whether all-zero images, which pad rows, have no features
-    ways: Mapping[str, str] = {}  # by result field, how the field is joined
+    ways: Mapping[str, str] = {}  # how each result field is joined
 
 
 class Pictures:

@@ -58,7 +58,7 @@ class _Joining:
         self.embedding, self.sp, self.cuts, self.methods = embedding, sp, cuts, methods
         self.smallest: dict[
             str, dict[str, Any]
-        ] = {}  # by method, the smallest image's arguments on the CPU, the same on all ranks
+        ] = {}  # for each method, the smallest image's arguments on the CPU, the same on all ranks
         self.hook: RemovableHandle | None = None  # the hook of the embedding, for one call
 
     def before(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ class _Joining:
         for name in having:
             if sums[len(self.methods) + self.methods.index(name)]:
                 self._tell_smallest(name, given[name])
-        # registered last, so that parameters of the embedding are gathered before, in backward too
+        # runs after the hooks that gather the embedding's parameters, in backward too
         if lacking := [name for name in having if not given[name]]:
             self.hook = self.embedding.register_forward_hook(functools.partial(self._behind_embedding, owner, lacking))
 

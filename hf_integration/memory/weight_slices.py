@@ -50,7 +50,7 @@ class Slice:
         grad: Whether gradients are needed; otherwise the lists of leaves are empty.
 
     Attributes:
-        inward: By name, projections with only the rows that make the head chunk's q, k, v.
+        inward: Projections with only the rows that make the head chunk's q, k and v, by name.
         outward: The output projection with only the columns for the head chunk's heads.
         twin: A copy of the module with the head chunk's heads, for the computation between projections.
         leaves_in: The leaves of `inward`.

@@ -322,7 +322,7 @@ def before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) ->
     checkpointing.keep_attention(patch.layers, module, patch.sp)
     if not torch.compiler.is_compiling():
         return (), _arguments(patch, module, inputs)
-    if KEYWORD not in inputs:  # with KEYWORD, the head around is not compiled
+    if KEYWORD not in inputs:  # only an uncompiled head passes KEYWORD
         _check_compiled(patch, module, inputs)
         if patch.is_one_graph and layout_of(inputs.get("placement")) is None:
             return (), _in_graph(patch, module, inputs)

@@ -44,10 +44,10 @@ class MediaCall:
     shape: tuple[int, int]  # rows and tokens
     layout: dict[str, Any]  # the arguments that specify padding and documents
     states: list[Tensor] = dataclasses.field(default_factory=list)  # the random states when the call began
-    masks: list[Blocks] = dataclasses.field(default_factory=list)  # the masks made around the stack
+    masks: list[Blocks] = dataclasses.field(default_factory=list)  # the masks made outside the stack
     mask: Any = None  # the attention_mask for the layers
     counts: bool = False  # whether the stack's call had position_ids
-    documents: Lengths = ()  # the documents of a pack if masks are made around the stack
+    documents: Lengths = ()  # the documents of a pack if masks are made outside the stack
 
     def add_mask(self, function: Callable[..., Tensor], given: Mapping[str, Any]) -> Tensor:
         """Record the blocks of a mask. Return a 4-dim stand-in for the mask, which reaches the layers unchanged."""

@@ -84,7 +84,7 @@ def patch_attention(
     Args:
         model: A transformers model, possibly inside a peft model or `torch.compile`. The model is patched in place.
         sp: The SequenceParallel whose ranks share each sequence.
-        inputs: By name, how ranks share the model's custom arguments, for example {"weights": tokens()} with `tokens`
+        inputs: How ranks share the model's custom arguments, by name, for example {"weights": tokens()} with `tokens`
             from `ds_seqpar.data.inputs`. transformers' own arguments need no entry.
 
     Returns:

@@ -58,7 +58,7 @@ def prompts_of_call(
         model: The patched model.
         facts: The model's facts.
         inputs: The call's arguments by name, with a whole batch.
-        on_cpu: By name, CPU copies of tensors that are on a device.
+        on_cpu: CPU copies of tensors that are on a device, by name.
 
     Returns:
         The prompts, or None to compute the rows unchanged.

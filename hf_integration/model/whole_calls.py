@@ -44,7 +44,7 @@ FUSED = (
     "fused_linear_cross_entropy=False, cross_entropy=False"
 )
 
-# by device tensor of a whole batch, (the CPU copy, the version of the device tensor when copied)
+# (CPU copy, version of the device tensor when copied) for each device tensor of a whole batch
 _on_cpu = WeakTensorKeyDictionary()
 
 

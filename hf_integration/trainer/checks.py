@@ -33,7 +33,7 @@ from ..inputs import MEDIA
 from ..model import forward
 from .rollouts import ROLLOUTS, base_of_trl, check_row
 
-# by field of TrainingArguments, (the wrong value, the needed value and the reason)
+# (wrong value, needed value and reason) for each field of TrainingArguments
 ARGUMENTS = {
     "average_tokens_across_devices": (
         False,
@@ -50,7 +50,7 @@ ARGUMENTS = {
         "activation_offloading=False, which moves what attention saves; set sequence_parallel.offload_checkpoints",
     ),
 }
-# by setting of accelerate's data loaders, (the needed value, the reason)
+# (needed value, reason) for each setting of accelerate's data loaders
 BATCHING = {
     "dispatch_batches": (False, "the first rank would hand every rank another part of a batch"),
     "split_batches": (False, "batch sizes are those of a group of ranks"),

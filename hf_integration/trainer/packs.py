@@ -73,7 +73,7 @@ class Pairs(Rows):
 class Packed(Behind):
     """The part of `SequenceParallelMixin` for training on packs."""
 
-    _counts: Sequence[float] = ()  # by pack of the step, its number of pairs over that of a plain batch
+    _counts: Sequence[float] = ()  # for each pack of the step, its number of pairs over that of a plain batch
     _weight = 1.0  # the weight of the loss of the current pack
 
     @property

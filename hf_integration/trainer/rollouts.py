@@ -31,12 +31,12 @@ from ..rebinding import globals_read, rebound
 from . import rng_state
 
 ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl's Trainers that train on their own generations
-# by attribute of these Trainers, the argument that would make each rank generate its own completions
+# for each attribute of these Trainers, the argument that would make ranks generate separate completions
 GENERATED_ELSEWHERE = {
     **{name: name for name in ("rollout_func", "tools", "use_transformers_continuous_batching")},
     "environment_factories": "environment_factory",
 }
-# by field of a GenerationConfig, the values with which generation ignores the padding before a prompt
+# for each field of a GenerationConfig, the values that make generation ignore padding before a prompt
 PADDING_UNREAD = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (None, 1.0)),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (None, 0)),

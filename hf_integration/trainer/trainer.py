@@ -111,7 +111,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         rollouts.check_length(self, group_generation_over)
         self.gather_logits, self.check_loss, self._inputs = gather_logits, check_loss, inputs
         self.group_generation_over = group_generation_over
-        self._eval_steps: dict[str, int] = {}  # by metric prefix, the steps of the last evaluation
+        self._eval_steps: dict[str, int] = {}  # steps of the last evaluation, by metric prefix
         self._writers = 0  # the number of ranks that wrote the resumed checkpoint
         self._unfinished: AtomicCheckpoint | None = None  # the checkpoint being written
         with compat.generation_with(ServerOfGroups, type(self)):
@@ -350,7 +350,9 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
             super()._save(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._unfinished is None:  # while a checkpoint is being written, wait until the folder has its final name
+        if (
+            self._unfinished is None
+        ):  # otherwise `_save_checkpoint` calls this method again when the folder has its final name
             super()._push_from_checkpoint(checkpoint_folder)
 
 
