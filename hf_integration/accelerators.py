@@ -222,7 +222,7 @@ class GroupAccelerator(GroupState):
         return self.own.on_process(function, process_index=process_index)
 
     def real_examples(self) -> int | None:
-        """Return how many examples of the last batch, over all groups, are not repetitions.
+        """Return the number of non-repeated examples in the last batch, over all groups.
 
         None if no example is a repetition, or if a Trainer cannot determine the number.
         """
@@ -255,7 +255,7 @@ class GroupAccelerator(GroupState):
         return [x for ranks in self._ranks_by_group() for x in by_rank[ranks[0]]]
 
     def _by_group(self, data: Any, name: str) -> Any:
-        """Gather each tensor of this rank to (groups, ...).
+        """Gather each tensor of this rank into shape (groups, ...).
 
         Raises InputError on every rank if the ranks of a group hold different values, and DisagreementError if their
         shapes differ.

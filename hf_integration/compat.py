@@ -333,7 +333,8 @@ def copy_hooks(module: nn.Module, other: nn.Module, wanted: Callable[[Callable],
 def without_hooks(tensors: Iterable[Any]) -> Iterator[None]:
     """Context manager that removes the hooks of tensors.
 
-    `torch.autograd.grad` would run the hooks for each tile, but hooks must run once, on the sum.
+    `torch.autograd.grad` would run the hooks for each tile, but the hooks must run once, on the sum of all tiles'
+    gradients.
     """
     before = [(tensor, tensor._backward_hooks) for tensor in tensors]
     for tensor, _ in before:

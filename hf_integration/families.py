@@ -1,8 +1,8 @@
-"""transformers models: their modules, unsupported attention settings, and switching of the attention function.
+"""Find the modules of transformers models, check attention settings, and switch the attention function.
 
 transformers looks up attention and mask functions by the name in a model's config. A patched model therefore gets its
-own config, with our name in the text part. Copies of that config contain the previous name, and saved model files
-contain no name.
+own config, with our name in the text part. Copies of the patched config contain the previous name, and saved model
+files contain no name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def vocabulary(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the current (number of embedded tokens, number of labels in the head's logits)."""
+    """Return the current (number of token embeddings, number of logits per token)."""
     size = model.config.get_text_config(decoder=True).vocab_size
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     return getattr(embeddings, "num_embeddings", size), getattr(head, "out_features", size)

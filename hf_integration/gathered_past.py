@@ -1,7 +1,7 @@
 """Run unmodified attention modules on a rank's tokens, as if they continued from a cache of all earlier tokens.
 
 Modules with an index, or with custom attention, read earlier tokens from a cache. A patched module therefore gets a
-`GatheredPast` as its cache, and runs twice on each piece of a rank's tokens. In the first run the piece sees only
+`GatheredPast` as its cache, and runs twice on each piece of a rank's tokens. In the first run the piece attends only to
 itself, and the cache records the module's keys. All ranks then gather the keys. In the second run the cache returns the
 keys of the piece's document, up to the piece's last token. A piece has few rows, and its second run is recomputed in
 backward, so memory grows with the number of rows times the number of tokens.
@@ -82,7 +82,7 @@ class GatheredPast:
         module: The module.
         piece: The piece of tokens that the module runs on.
         gathered: The gathered tensor of all tokens (B, tokens, ...) for each (name, tensor index).
-        is_alone: Whether the piece sees only itself and the gathered tensors.
+        is_alone: Whether the piece attends only to itself and the gathered tensors.
         kept: The cached tensors of earlier forwards, or None without a cache.
         stores: Whether to store new tensors, as in a decode step, which gathers nothing.
 
@@ -293,7 +293,7 @@ class Pieces:
             piece: The piece.
             run: The name of the run.
             past: The cache, or None to run without a cache.
-            is_alone: Whether the piece sees only itself.
+            is_alone: Whether the piece attends only to itself.
         """
         kept = None if past is None else past.kept
         begin = piece.document if kept is None else max(piece.document, kept.first.get((KEYS, 0), 0))
@@ -318,7 +318,7 @@ class Pieces:
         return type(self.module).forward(self.module, **inputs)
 
     def _from_zero(self, name: str, x: Tensor) -> Tensor:
-        """Return key numbers, counted from 0, for a piece that sees only itself."""
+        """Renumber keys from 0 for a piece that attends only to itself."""
         if name != "position_ids":
             return torch.zeros_like(x)
         # without rotation, position_ids only limit the keys that an index may pick
@@ -442,7 +442,7 @@ def in_step(call: Pieces, kept: Kept) -> Any:
 
 
 def of_all_rows(outputs: Sequence[Any], fill: int | None = None) -> Any:
-    """Join a module's outputs for rows into its output for the batch.
+    """Join a module's outputs for single rows into the output for the whole batch.
 
     Args:
         outputs: The outputs of the rows, in order.

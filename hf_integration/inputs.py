@@ -1,4 +1,6 @@
-"""How ranks share each argument of transformers models, by name. Numbers and plain objects need no entry."""
+"""How ranks share each argument of transformers models, by name. Arguments that are numbers or plain objects need no
+entry.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any

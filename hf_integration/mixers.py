@@ -40,7 +40,7 @@ CHUNK = 8  # tokens that torch's functions compute at a time in a small copy
 
 
 class Engine(Protocol):
-    """Interface that runs the layers of a mixer over sequences."""
+    """The interface for running a mixer's layers over sequences."""
 
     def recurrence(self, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell) -> Any:
         """Run a layer with a state, as in `ds_seqpar.operators.recurrence.recurrence`."""

@@ -223,7 +223,9 @@ class Replica:
         )
 
     def write(self, name: tuple[str, int], x: Tensor, rows: slice, count: int, at: int) -> Tensor:
-        """Store x (rows, n, ...) in the given rows from place `at` on. Return the rows up to the end of x."""
+        """Store x (rows, n, ...) in the given rows from place `at` on. Return the rows' stored values up to the end of
+        x.
+        """
         end, kept = at + x.shape[1], self.kept.get(name)
         frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
         if kept is None or kept.shape[1] < end or frozen:

@@ -3,8 +3,8 @@
 Prompt tokens are sharded like an evaluation batch. The new tokens attend to one another with the configured schedule.
 Attention to the cached tokens uses a ring over all ranks of the sequence, in which either queries or keys travel. The
 attention results for new and cached tokens are then merged. In a decode step all ranks compute the one new token of
-each row, and each rank attends to its own part of the cache. Layers that gather keys continue from the earlier gathered
-tensors, which every rank stores.
+each row, and each rank attends to its own part of the cache. Layers that gather keys continue from the tensors gathered
+so far, which every rank stores.
 """
 
 from __future__ import annotations
@@ -498,7 +498,7 @@ def _compacted(x: Tensor, order: Tensor, dim: int) -> Tensor:
 
 
 def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int, checks: ValueChecks) -> Tensor | None:
-    """Return which tokens so far are not padding, as in `CachedForward.real`, or None if all are real.
+    """Return a mask of the real tokens so far, as in `CachedForward.real`, or None if all are real.
 
     Raises:
         InputError: The mask has the wrong shape, or differs from the masks of earlier forwards.
@@ -526,7 +526,7 @@ def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int, checks: V
 
 
 def _to_columns(real: Tensor | None, like: Tensor) -> Tensor:
-    """Return `real` extended with real tokens to the columns of `like`."""
+    """Pad `real` with True to the number of columns of `like`."""
     if real is None:
         return torch.ones_like(like)
     return functional.pad(real, (0, like.shape[1] - real.shape[1]), value=True)

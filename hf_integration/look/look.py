@@ -164,7 +164,7 @@ class Call:
 class MadeMask:
     """A mask that transformers made for a model, with the arguments that its maker passed to the mask interface.
 
-    The arguments show the kind of the mask, and whether the mask depends on the batch, as image blocks do.
+    The arguments show the kind of the mask, and whether the mask depends on the batch, as with blocks for images.
     """
 
     mask: Tensor
@@ -424,7 +424,7 @@ def _attending(model: Any, seen: Seen) -> set[nn.Module]:
 
 
 def _check_tokens(watch: Watch, ids: Tensor, positions: Tensor | None) -> None:
-    """Raise ConfigError if removing other tokens changes a token's result although no token attends to others."""
+    """Raise ConfigError if removing other tokens changes a token's result although each attends only to itself."""
     shard = list(SHARD)
     whole = watch(ids, alone=True, positions=positions)
     part = watch(ids[:, shard], alone=True, positions=None if positions is None else positions[:, shard])
@@ -511,7 +511,7 @@ def _differs(a: Tensor, b: Tensor) -> bool:
 
 
 def _default_positions(watch: Watch, ids: Tensor, positions: Tensor) -> tuple[int, bool]:
-    """Return (the position of the first token without position_ids, whether padding before it counts)."""
+    """Return (the default position of the first token, whether padding before a sequence counts as positions)."""
     length, pad = TOKENS // 4, getattr(text_config(watch.small.config), "pad_token_id", None) or 0
     mask = (positions >= length).long()
     ids = ids.masked_fill(mask == 0, pad)
@@ -666,7 +666,7 @@ def divides_by_items(model: PreTrainedModel) -> bool:
 
 
 def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
-    """Return the facts of a head's loss."""
+    """Return the facts about a head's loss."""
     switch_attention(model, "eager")
     if not is_causal_lm(model):
         return {}

@@ -88,7 +88,7 @@ def _made(place: str, content: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a config's JSON with {"__float__": "Infinity"}, as written by transformers, replaced by numbers."""
+    """Replace {"__float__": "Infinity"} and the like, which transformers writes into config files, by numbers."""
     if isinstance(value, dict) and value.keys() == {"__float__"}:
         return float(value["__float__"])
     if isinstance(value, dict):

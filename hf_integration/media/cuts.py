@@ -125,12 +125,12 @@ def _holds(x: Any, number: int) -> bool:
 
 
 def joined(way: str, parts: Sequence[Any], owners: Sequence[list[int]], number: int) -> Any:
-    """Return a field of the result, joined over all images.
+    """Join one field of the result over all images.
 
     Args:
         way: One of `WAYS`.
         parts: The field of each share's result.
-        owners: For each share, the owners of the elements of lists.
+        owners: For each share, the owners of its list elements.
         number: The number of elements of a list.
     """
     if way in (CAT, SAME):

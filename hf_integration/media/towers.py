@@ -5,8 +5,8 @@ neighboring images, or frames of videos, and sends the features to the other ran
 back to the rank that made the features. A tower's parameters thus get the gradient of the rank's own images from the
 tokens of all ranks, times the number of ranks. The mean over ranks therefore equals the plain gradient.
 
-A rank without images computes the smallest image but sends nothing, since every parameter needs a gradient and ranks
-must gather partitioned parameters together.
+A rank without images still computes the smallest image, since every parameter needs a gradient and ranks must gather
+partitioned parameters together. The features of that image are not sent.
 """
 
 from __future__ import annotations

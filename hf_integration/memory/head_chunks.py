@@ -272,7 +272,9 @@ def _is_viewed(attended: Tensor, out: Tensor) -> bool:
 
 
 class _GraphStart(Function):
-    """The identity of x, as the start of a graph whose edge, unlike a leaf's, does not keep the tensor alive."""
+    """The identity of x at the start of a graph. The edge of x, unlike the edge of a leaf, does not keep the tensor
+    alive.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:

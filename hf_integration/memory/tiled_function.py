@@ -51,7 +51,7 @@ def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles
 
 
 def tiled_sum(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Tensor:
-    """Return the sum over tiles of compute(tile), a scalar; otherwise like `tiled`.
+    """Return the sum of `compute(tile)` over all tiles, a scalar. Arguments are like those of `tiled`.
 
     Gradients are computed in forward, and backward multiplies them by the incoming gradient. A second backward raises
     RuntimeError.
@@ -68,7 +68,7 @@ def tiled_sum(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Te
 
 
 def tiled_by_token(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Tensor:
-    """Return compute(tile) (B, t, n) for all tiles, where n need not equal d; otherwise like `tiled_sum`.
+    """Return `compute(tile)` (B, t, n) for all tiles, like `tiled_sum` but without summing. n may differ from d.
 
     Backward recomputes each tile, and may run again.
     """

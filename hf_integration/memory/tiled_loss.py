@@ -85,7 +85,7 @@ def _loss(model: Any, inputs: dict[str, Any], base: Any) -> Tensor:
 
 
 def through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Compute sum_tiles(head's forward, x, sums) inside one call of the head.
+    """Call `sum_tiles(head's forward, x, sums)` inside one call of the head.
 
     Hooks on the head, such as ZeRO-3's, therefore see no tiles. The head's forward, possibly already replaced by other
     code, is replaced only for this call.

@@ -1,4 +1,4 @@
-"""Agreement among ranks before each forward except local ones: all ranks must have valid shards of the same batch.
+"""Agreement among ranks before each forward that is not local: all ranks must have valid shards of the same batch.
 
 The agreement checks tokens, positions and masks. Under torch.compile the agreement is an op in the graph, so compiled
 models also compare their ranks in every forward.

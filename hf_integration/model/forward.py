@@ -83,7 +83,7 @@ class Patch:
     whole: list[None] = dataclasses.field(default_factory=list)
 
     def __deepcopy__(self, memo: dict) -> Patch:
-        """Copy the state. A copied model is not inside `whole_sequences`, even if the original is."""
+        """Copy the patch state. A copied model is not inside `whole_sequences`, even if the original is."""
         return Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": []})
 
     @property
@@ -152,7 +152,7 @@ def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> boo
 
 
 def _is_sharded(inputs: Mapping[str, Any]) -> bool:
-    """Return whether arguments include a tensor that `shard_batches` adds to every shard."""
+    """Return whether the arguments include a tensor that `shard_batches` adds to every shard."""
     return inputs.get("placement") is not None or inputs.get("shift_labels") is not None
 
 

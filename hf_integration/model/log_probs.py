@@ -1,7 +1,7 @@
 """`sp.log_probs`: the log-probability of each label from a patched model, without materializing whole logits.
 
-The model is called through all wrappers, as in a call for logits. When the base model returns the last hidden state,
-the head computes per-token numbers in tiles, and the rest of the forward continues with zero tokens.
+The model is called through all wrappers, just as for logits. When the base model returns the last hidden state, the
+head computes per-token numbers in tiles, and the rest of the forward continues with zero tokens.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class TriedLoss(NamedTuple):
 
     @classmethod
     def of(cls, loss: Tensor, expected: float, tokens: int = 1) -> TriedLoss:
-        """Compare a loss with the sum of token losses, which is in fp32.
+        """Compare a loss with a sum of token losses in fp32.
 
         Args:
             loss: The loss that the forward returned.
@@ -227,8 +227,8 @@ class ExpertBalance:
 def balance(sp: SequenceParallel, router_logits: tuple[Tensor, ...], chosen: int, mask: Tensor | None) -> Tensor:
     """Compute the loss that balances experts, over all layers and all tokens of the group's sequences.
 
-    The loss is the number of experts times the sum, over experts, of (share of tokens that chose the expert) * (mean
-    probability of the expert).
+    The loss is the number of experts times a sum over experts. Each term is the share of tokens that chose the expert,
+    multiplied by the expert's mean probability.
 
     Args:
         router_logits: (tokens, experts) of each layer.

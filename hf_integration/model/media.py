@@ -140,7 +140,7 @@ def layout_in(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(facts: Facts, inputs: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Lengths, SeqParError | None]:
-    """Return (the documents of a pack with media, the error of a call that the model does not support or None)."""
+    """Return (the documents of a pack with media, the error if the model does not support the call or None)."""
     if not (names := names_of(facts, inputs)):
         return (), None
     if facts.no_media:
@@ -183,7 +183,7 @@ def blocks_of(
         padding: (rows, tokens), 0 for padding. Padding belongs to no block.
         device: The device of the tensors that the function reads.
         begin: The index of the first token.
-        documents: The documents of a pack, at whose ends blocks end, or () if each row is one document.
+        documents: The documents of a pack, or () if each row is one document. No block crosses the end of a document.
 
     Raises:
         InputError: The keys that a query sees do not form one interval.

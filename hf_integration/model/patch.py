@@ -1,4 +1,6 @@
-"""Register sequence parallel attention with transformers, and patch models to use it. The hooks are in `forward`."""
+"""Register sequence parallel attention with transformers, and patch models to use it. The hooks are in the module
+`forward`.
+"""
 
 from __future__ import annotations
 
@@ -227,7 +229,7 @@ def share_sequences(
         The SequenceParallel.
 
     Raises:
-        ConfigError: The settings do not fit, or `patch_attention` cannot patch the model.
+        ConfigError: The settings are unsuitable, or `patch_attention` cannot patch the model.
 
     Examples:
         >>> sp = share_sequences(model, size=2)
@@ -453,7 +455,7 @@ def _attention_with_layout(
 
 @functools.lru_cache(maxsize=64)
 def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
-    """Return a mask in which each chunk of a document sees only itself."""
+    """Return a mask in which each chunk of a document attends only to itself."""
     if mask.parents:
         raise InputError(
             f"layers that attend in chunks need documents without parents; got a layout with {mask}, give each "

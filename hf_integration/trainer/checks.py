@@ -118,7 +118,7 @@ def check_json(args: TrainingArguments) -> None:
 def count_by_rank(config: Any, sp: SequenceParallel) -> None:
     """Allow the `train_batch_size` of a JSON to count sequences, like `initialize`, or ranks, like transformers.
 
-    Raises ConfigError for any other number, and for JSON values that differ from TrainingArguments.
+    Raises ConfigError for any other `train_batch_size`, and for JSON values that differ from TrainingArguments.
 
     Args:
         config: transformers' config object, with "auto" filled in.

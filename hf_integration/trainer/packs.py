@@ -1,4 +1,4 @@
-"""The Trainer's optimizer steps as packs, if the JSON sets `tokens_per_rank` (docs/lengths.md).
+"""Train on packs in each optimizer step, if the JSON sets `tokens_per_rank` (docs/lengths.md).
 
 The Trainer's loop still iterates over, and counts, the batches of the plain run. All samples of a step's batches are
 packed together. The last batch of a step represents all packs of the step, and the earlier batches are empty.

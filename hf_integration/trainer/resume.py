@@ -1,4 +1,4 @@
-"""Selection of the checkpoint from which a Trainer resumes: it must be complete, and the same on every rank."""
+"""Select the checkpoint from which a Trainer resumes, which must be complete and the same on every rank."""
 
 from __future__ import annotations
 

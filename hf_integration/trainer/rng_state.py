@@ -1,4 +1,4 @@
-"""Synchronization of random states between ranks, and their restoration from a checkpoint."""
+"""Synchronize random states between ranks, and restore random states from a checkpoint."""
 
 from __future__ import annotations
 
