@@ -79,7 +79,7 @@ class ForwardContext:
 
     @property
     def is_in_whole(self) -> bool:
-        """Whether an enclosing module receives this module's outputs for whole sequences."""
+        """Whether an enclosing module receives the module's outputs for whole sequences."""
         return self.within and self.outer is not None and self.outer.mode == "whole"
 
     def recomputing(self) -> ForwardContext:

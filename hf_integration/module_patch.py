@@ -37,7 +37,7 @@ class ModulePatch:
 
 
 def patch_on(module: nn.Module) -> ModulePatch | None:
-    """Return the changes that a patch has made to a module, or None without changes."""
+    """Return the changes that a patch has made to a module, or None if there are no changes."""
     return vars(module).get(ATTRIBUTE)
 
 

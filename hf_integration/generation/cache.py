@@ -87,7 +87,7 @@ def _joined(runs: Sequence[Run]) -> Runs:
 
 
 class KeptTokens:
-    """The tokens that each rank stores in a cache. All ranks have equal copies of this object.
+    """The tokens that each rank stores in a cache. All ranks have equal copies of the `KeptTokens`.
 
     Attributes:
         count: The number of rows.

@@ -545,7 +545,7 @@ def _padding_error(wrong: list[int]) -> InputError | None:
 def _check_inner_padding(kept: KeptTokens, real: Tensor, columns: int, config: Any, facts: Facts) -> None:
     """Raise InputError if a row has padding between its tokens and is longer than a window or chunk.
 
-    Models count such padding in the lengths of their windows and chunks.
+    Models count padding between tokens in the lengths of their windows and chunks.
     """
     whole = kept.columns + columns
     shortest = min((getattr(text_config(config), name, None) or whole for _, name in facts.masks), default=whole)

@@ -221,7 +221,7 @@ class Watch:
 
         Args:
             alone: Whether each token attends only to itself.
-            positions: The position_ids of the module that heads call, even if the heads do not pass them on.
+            positions: The position_ids of the module that heads call, even if the heads do not pass on position_ids.
         """
         self.alone, self.seen = alone, Seen()
         with torch.no_grad(), torch.autocast("cpu", enabled=False), self._attached(positions):
@@ -376,8 +376,8 @@ def _refuse(found: str, advice: str = OWN_MODEL, module: str = "", indexed: bool
 
 
 def _alike(model: Any, name: str) -> dict[str, nn.Module]:
-    """Return all modules of the same kind as the named one or its nearest parent that takes a cache, or {} if none
-    does.
+    """Return all modules of the same kind as the named one or its nearest parent that takes a cache, or {} if no module
+    takes a cache.
     """
     while name:
         module = model.get_submodule(name)
@@ -461,7 +461,7 @@ def _check_pieces(watch: Watch, ids: Tensor, facts: Facts, plain: Seen) -> None:
 def _selects(watch: Watch, ids: Tensor, plain: Seen) -> bool:
     """Return whether modules with latents and an index give the same results if they run on all tokens at once.
 
-    Modules for which this fails run in pieces, which is also exact.
+    If the results differ, the modules run in pieces, which is also exact.
     """
     watch.selecting = [*filter(sparse.selects, watch.gathered.values())]
     try:

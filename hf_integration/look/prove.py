@@ -80,7 +80,7 @@ def prove(
         unpatch: Restores the copy.
 
     Returns:
-        A clause that says why the model must not be called with media, or "" if it may be.
+        A clause that says why the model must not be called with media, or "" if media are safe.
 
     Raises:
         ConfigError: On all ranks, if the results do not agree or the copy does not run. The message names the first

@@ -225,7 +225,7 @@ Rules = list[tuple[re.Pattern[str], Callable[["_Cut", str, int], int]]]
 
 
 class _Cut:
-    """The reduction of one config's numbers."""
+    """The rules that reduce one config's numbers."""
 
     def __init__(
         self, config: PreTrainedConfig, rules: Rules, widths: dict[int, int], number: int = 0, layers: int = 0

@@ -88,7 +88,7 @@ def through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Call `sum_tiles(head's forward, x, sums)` inside one call of the head.
 
     Hooks on the head, such as ZeRO-3's, therefore see no tiles. The head's forward, possibly already replaced by other
-    code, is replaced only for this call.
+    code, is replaced only during the call.
     """
     head_forward, instance_forward = head.forward, vars(head).get("forward")
     has_children, partitioned = any(head.children()), any(hasattr(p, ZERO_ID) for p in head.parameters())

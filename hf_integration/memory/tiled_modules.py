@@ -139,8 +139,8 @@ def _has_other_forward(module: nn.Module) -> bool:
 
 
 def _zero_leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
-    """Return the tiled modules with children: MLPs and heads with LoRA. ZeRO-3 treats each such module as one unit (a
-    leaf).
+    """Return the tiled modules with children: MLPs and heads with LoRA. ZeRO-3 treats each of the modules as one unit
+    (a leaf).
     """
     return [module for module in (*mlps, *head) if next(module.children(), None) is not None]
 

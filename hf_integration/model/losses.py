@@ -100,7 +100,7 @@ def shard_loss_error(sp: SequenceParallel, tried: TriedLoss | None) -> ConfigErr
     sequence's ranks.
 
     A rank's loss may contain another term, such as a penalty on parameters, if the term is equal on all ranks. Sharded
-    losses are averaged over ranks, so such a term counts once.
+    losses are averaged over ranks, so a term that is equal on all ranks counts once.
     """
     all_tried = [trial for _, trial in all_gather_objects(sp.groups.control, ("loss of the model", tried))]
     if tried is None or not tried.rest:

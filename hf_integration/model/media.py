@@ -114,7 +114,7 @@ def names_of(facts: Facts, inputs: Mapping[str, Any]) -> list[str]:
 def is_shared_by_stack(facts: Facts, inputs: Mapping[str, Any]) -> bool:
     """Return whether a call runs all modules around the stack on whole sequences.
 
-    Calls with media and calls with a cache do, since positions after a cache depend on earlier media.
+    The result is true for calls with media or with a cache, since positions after a cache depend on earlier media.
     """
     return bool(names_of(facts, inputs)) or (not facts.no_media and has_cache(inputs))
 

@@ -93,8 +93,8 @@ def patch_attention(
         The model.
 
     Raises:
-        ConfigError: The model cannot be patched (see `families`), its numbers of heads do not fit, the model is patched
-            with another SequenceParallel, or `inputs` contradict a known name.
+        ConfigError: The model cannot be patched (see `families`), its numbers of heads are unsuitable, the model is
+            patched with another SequenceParallel, or `inputs` contradict a known name.
 
     Examples:
         >>> sp = SequenceParallel(SequenceParallelConfig(size=2), heads=heads(model))
@@ -323,7 +323,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
     ZeRO-3 all ranks must run the same number of forwards, since they fetch parameters from one another.
 
     Args:
-        model: As for `patch_attention`, or a DeepSpeed engine or DDP module that contains such a model.
+        model: As for `patch_attention`, or a DeepSpeed engine or DDP module that contains a patched model.
 
     Examples:
         >>> with whole_sequences(model):

@@ -2,8 +2,8 @@
 
 The frequencies of RoPE may depend on the longest position of a batch ("dynamic", "longrope"), but a rank has only some
 of the positions. The rank's embedding therefore also gets the longest position, and the result for that position is
-dropped. In models without position_ids, some embeddings number tokens from the end of a cache. Such embeddings get the
-positions of the rank's tokens.
+dropped. In models without position_ids, embeddings that number tokens from the end of a cache get the positions of the
+rank's tokens.
 """
 
 from __future__ import annotations

@@ -69,7 +69,9 @@ def check_not_flattened(model: nn.Module) -> None:
 
 
 def fingerprint_of_bits(x: Tensor) -> Fingerprint:
-    """Return the fingerprint of a tensor's bits in order, which is the same on every device and in every release."""
+    """Return a fingerprint of a tensor's bits in order. Equal bits have equal fingerprints on every device and in every
+    release.
+    """
     return Fingerprint.of([int(device_digest(piece)) for piece in x.detach().reshape(-1).split(PIECE)])
 
 

@@ -104,7 +104,7 @@ def with_cache(
     """Return the context of a decode step, with its cache and the values that ranks will compare.
 
     Raises:
-        InputError: On all ranks of the sequence, if the cache or the mask does not fit.
+        InputError: On all ranks of the sequence, if the cache or the mask does not match the call.
     """
     try:
         checks = _compared(inputs)
@@ -205,8 +205,8 @@ def compare_inputs(
         error: A known error of the call.
 
     Raises:
-        ConfigError, DisagreementError: On all ranks of the sequence, if their arguments differ or if the inner model
-            does not return the outputs that the module needs.
+        ConfigError, DisagreementError: On all ranks of the sequence, if the ranks' arguments differ or if the inner
+            model does not return the outputs that the module needs.
     """
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
     error = ConfigError(FUSED) if fused else error or unshared(agreement.sp, model, inputs)

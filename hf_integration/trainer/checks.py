@@ -1,8 +1,8 @@
 """Checks of a Trainer's setup before training, which refuse settings that would change results.
 
 The label shift and the divisor of the loss must be global (docs/how_it_works.md). Many steps that the Trainer performs
-once per rank must happen once per group of ranks that share a sequence. Settings that do not support counting by group
-are refused here.
+once per rank must happen once per group of ranks that share a sequence. Settings that only support counting by rank are
+refused here.
 
 Errors that are the same on every rank are raised. Errors that may occur on only one rank, for example in its data, are
 returned. All ranks then raise the error together, so that none waits for another.
