@@ -44,7 +44,7 @@ class OwnNoise:
             setattr(module, NEFTUNE, alpha * (tokens / length) ** 0.5)
 
     def end(self) -> list[Tensor] | None:
-        """Switch back to the shared random stream and return the stream's state; None on a single rank."""
+        """Switch back to the shared random stream and return the stream's state, or None on a single rank."""
         for module, alpha in self.neftune.items():
             setattr(module, NEFTUNE, alpha)
         return None if self.stream is None else self.stream.end()

@@ -1,5 +1,6 @@
-"""Checks of the inputs and outputs of a patched model's modules for NaN and inf, if `check_finite` is set and nothing
-is compiled.
+"""Check the inputs and outputs of a patched model's modules for NaN and inf.
+
+The checks run if `check_finite` is set, but not in compiled code.
 """
 
 from __future__ import annotations

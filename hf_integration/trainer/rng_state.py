@@ -31,7 +31,7 @@ def share(group: dist.ProcessGroup | None) -> None:
 
 
 def load(path: Path) -> None:
-    """Restore the random state, except for devices, from a Trainer file written by another number of ranks."""
+    """Restore the random state, except for devices, from a checkpoint that another number of ranks wrote."""
     with safe_globals():
         state = torch.load(path, weights_only=True)
     set_random_state((state["python"], state["numpy"], state["cpu"], None))

@@ -59,8 +59,8 @@ def packing(model: nn.Module) -> Packing:
 def positions_of(model: PreTrainedModel, document: Mapping[str, Any]) -> Tensor:
     """Return the positions of a document's tokens within a pack, int64 (axes, 1, tokens).
 
-    The first axis counts the tokens, and so marks the start of each document. Models that assign positions on several
-    axes have further axes.
+    The first axis counts the tokens, and so marks the start of each document. The result has further axes if the model
+    assigns positions on several axes.
 
     Args:
         model: The unwrapped model.

@@ -75,7 +75,7 @@ class ServerOfGroups(Behind):
                 raise
 
     def _tell(self, completions: int, answer: list, from_process: int) -> None:
-        """Broadcast an answer of the server. Raises on every rank if the answer is incomplete."""
+        """Broadcast an answer from the server. Raises on every rank if the answer is incomplete."""
         error = None
         if answer[0] is not None:
             _, ids, logprobs, _ = answer[0]
