@@ -129,7 +129,7 @@ def check_trainer(trainer_class: type) -> None:
 def check_rollouts(trainer_class: type) -> None:
     """Raise ConfigError if trl's GRPO or RLOO lacks a method that `Rollouts` extends.
 
-    Also raises ConfigError if trl's vLLM client makes rank-counting calls that `CALLED` does not list.
+    ConfigError is also raised if trl's vLLM client makes rank-counting calls that `CALLED` does not list.
     """
     breaks = "what counts groups in GRPO and RLOO"
     for name in EXTENDED_OF_ROLLOUTS:

@@ -194,7 +194,7 @@ class Held:
 
 
 class Replica:
-    """A module's cached tensors (rows, capacity, ...) for all tokens, by name. Every rank stores all of them.
+    """A module's cached tensors (rows, capacity, ...) for all tokens, by name. Every rank stores all tokens.
 
     Args:
         rate: The number of tokens that the module compresses into one entry, or 0 without compression.

@@ -88,7 +88,7 @@ def _made(place: str, content: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _with_floats(value: Any) -> Any:
-    """Replace {"__float__": "Infinity"} and the like, which transformers writes into config files, by numbers."""
+    """Replace objects such as {"__float__": "Infinity"}, which transformers writes into config files, by floats."""
     if isinstance(value, dict) and value.keys() == {"__float__"}:
         return float(value["__float__"])
     if isinstance(value, dict):

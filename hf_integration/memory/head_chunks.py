@@ -95,9 +95,7 @@ def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layou
 
 
 def _has_head_chunks(module: Any) -> bool:
-    """Return whether head chunks can project their own heads. If they cannot, only attention itself runs in head
-    chunks.
-    """
+    """Return whether head chunks can project their own heads. Otherwise only attention itself runs in head chunks."""
     if torch.compiler.is_compiling():
         log_once(ALL_HEADS.format("a compiled model"))
     elif (facts := TESTED.get(module.config.model_type)) is None or facts.norms_heads:

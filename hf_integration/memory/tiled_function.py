@@ -51,7 +51,7 @@ def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles
 
 
 def tiled_sum(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Tensor:
-    """Return the sum of `compute(tile)` over all tiles, a scalar. Arguments are like those of `tiled`.
+    """Return the sum of `compute(tile)` over all tiles, a scalar. See `tiled` for the arguments.
 
     Gradients are computed in forward, and backward multiplies them by the incoming gradient. A second backward raises
     RuntimeError.

@@ -468,7 +468,7 @@ def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
 def check_engine(engine: Any, sp: SequenceParallel) -> None:
     """Check, in an engine's first forward with labels, that the loss is right and the model calls sp.attention.
 
-    Patched models run these checks themselves. Only causal language models of transformers are checked.
+    Patched models run the same checks themselves. Only causal language models of transformers are checked.
     """
     if patch_of(unwrapped(engine.module)) is not None or not has_loss(engine.module):
         return

@@ -1,6 +1,6 @@
 """trl's GRPO and RLOO: a group of ranks generates and scores each completion once, and all its ranks train on it.
 
-trl's methods run unchanged, except for the accelerate functions that they call directly. accelerate's functions would
+trl's methods run unchanged, except for the accelerate functions that they call directly. The accelerate functions would
 count ranks and are replaced by versions that count groups, since a group of ranks replaces one process.
 """
 

@@ -357,7 +357,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
 
 
 def _without_margin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Remove the margin column that trl's RewardTrainer passes to the model without need."""
+    """Remove the margin column, which trl's RewardTrainer passes to models that do not use it."""
     return args, {name: x for name, x in kwargs.items() if name != "margin"}
 
 
