@@ -1,4 +1,4 @@
-"""ds_seqpar for HuggingFace transformers: `patch_attention(model, sp)`, also a method of every model, and a Trainer."""
+"""Sequence parallelism for HuggingFace transformers: `patch_attention(model, sp)` and a Trainer."""
 
 import os
 import warnings
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .trainer.callback import SequenceParallelCallback
     from .trainer.trainer import SequenceParallelMixin, SequenceParallelTrainer
 
-# (major, minor); `make test-all` runs both, and setup.cfg specifies the same
+# (major, minor) of transformers; `make test-all` tests both versions, and setup.cfg requires the same range
 OLDEST, NEWEST = (5, 18), (5, 23)
 LATER = {
     "SequenceParallelCallback": "trainer.callback",
@@ -81,7 +81,7 @@ def check_transformers(version: str) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Trainer's part on first access: transformers' Trainer takes seconds to import."""
+    """Import Trainer classes on first access, because transformers' Trainer takes seconds to import."""
     if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name != "prepare_loader":

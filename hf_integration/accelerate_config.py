@@ -1,8 +1,8 @@
-"""Read accelerate's ParallelismConfig, which scripts for DeepSpeed's Ulysses use, as our "sequence_parallel" section.
+"""Convert accelerate's ParallelismConfig, which configures DeepSpeed's Ulysses, to our "sequence_parallel" section.
 
-It comes from TrainingArguments, from a script that gives it to its Accelerator, or from accelerate's launcher through
-the environment. In each case an Accelerator holds it, and must not keep it: the Accelerator would shard every batch a
-second time, with separate groups.
+The ParallelismConfig comes from TrainingArguments, from a script that passes it to an Accelerator, or from accelerate's
+launcher through the environment. The ParallelismConfig must be removed from the Accelerator, which would otherwise
+shard every batch a second time, with separate groups.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ KERNELS = {
 
 
 def removed_from(accelerator: Accelerator) -> ParallelismConfig | None:
-    """Remove the ParallelismConfig from an Accelerator and return it; None if there is none."""
+    """Remove and return the ParallelismConfig of an Accelerator, or None if there is none."""
     state: Any = accelerator.state
     parallelism, state.parallelism_config, state.device_mesh = state.parallelism_config, None, None
     return parallelism
 
 
 def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, world: int) -> Any:
-    """Return the section with the settings of a ParallelismConfig.
+    """Merge the settings of a ParallelismConfig into the section and return the result.
 
-    Raises ConfigError if both specify a setting with different values, or for fields that do not concern sequence
+    Raises ConfigError if the section contradicts the ParallelismConfig, or if a field is unrelated to sequence
     parallelism.
     """
     if parallelism is None or not isinstance(section, Mapping):  # SequenceParallelConfig raises if it is not a mapping
@@ -46,7 +46,7 @@ def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, wo
                 f"of accelerate's ParallelismConfig sequence parallelism takes sp_size and its dp sizes; got {field} "
                 f"{value}, {instead}"
             )
-    if parallelism.sp_size == 1:  # it has only data parallel sizes, which DeepSpeed has anyway
+    if parallelism.sp_size == 1:  # only data parallel sizes, which DeepSpeed determines itself
         return section
     groups = parallelism.dp_replicate_size * parallelism.dp_shard_size
     if groups not in (1, world // parallelism.sp_size):

@@ -1,9 +1,9 @@
 """Accelerators that count groups of ranks instead of processes, for custom training loops and the Trainer.
 
-The ranks that share sequences replace one process of the plain script. So what accelerate does once for each process
-must be done once for each group: distributing batches, stepping schedulers, gathering and splitting. Devices, barriers,
-random states, files, and the averaging of gradients remain per process. `docs/own_loop.md` lists the members of both
-kinds.
+A group of ranks that share sequences replaces one process of the plain script. Distributing batches, stepping
+schedulers, gathering and splitting must therefore happen once per group, not once per process. Devices, barriers,
+random states, files and gradient averaging stay per process. `docs/own_loop.md` lists which Accelerator members count
+groups and which count processes.
 """
 
 from __future__ import annotations
@@ -40,12 +40,19 @@ from . import accelerate_config, compat
 from .loaders import examples_of, prepare_loader, stream_of
 from .module_patch import patch_on
 
-TRAINED = (Optimizer, DummyOptim, LRScheduler, DummyScheduler)  # what `prepare` takes besides a model to train it
+TRAINED = (
+    Optimizer,
+    DummyOptim,
+    LRScheduler,
+    DummyScheduler,
+)  # arguments of `prepare` that indicate training
 
 
 class GroupState:
-    """A proxy of an accelerate state that counts groups. All other members come from `own`, which counts processes.
-    With `sp=None` the proxy counts processes too.
+    """A proxy of an accelerate state that counts groups. Attributes other than the counts are forwarded to `own`, the
+    wrapped state.
+
+    With `sp=None` the proxy counts processes, like the wrapped state.
     """
 
     def __init__(self, wrapped: Any, sp: SequenceParallel | None) -> None:
@@ -70,7 +77,7 @@ class GroupState:
 
 
 class GroupScheduler(AcceleratedScheduler):
-    """accelerate's scheduler, which steps once per process, with groups in place of processes."""
+    """accelerate's scheduler, changed to step once per group instead of once per process."""
 
     sp: SequenceParallel
 
@@ -80,13 +87,13 @@ class GroupScheduler(AcceleratedScheduler):
 
 
 class GroupAccelerator(GroupState):
-    """An Accelerator whose processes are groups.
+    """An Accelerator whose processes are groups of ranks.
 
     Args:
         accelerator: The Accelerator of all ranks, kept as `own`.
-        sp: The SequenceParallel of the model; None until the model is patched.
-        of_trainer: Whether it belongs to a Trainer, whose ranks have already compared their values and whose steps move
-        whole batches to the device.
+        sp: The SequenceParallel of the model, or None until the model is patched.
+        of_trainer: Whether the Accelerator belongs to a Trainer, which compares values among ranks and moves whole
+            batches to the device itself.
     """
 
     of_trainer: bool
@@ -115,7 +122,7 @@ class GroupAccelerator(GroupState):
             model = next((x for x in args if isinstance(x, nn.Module)), nn.Module())
             assert_same_training(self.sp.control_world, json=json, given=given, model=model, call="accelerator.prepare")
         attributes["prepare_data_loader"] = self.prepare_data_loader
-        for dummy in dummies:  # accelerate divides them by the number of processes
+        for dummy in dummies:  # accelerate divides total_num_steps by the number of processes
             dummy.total_num_steps *= size
         try:
             return self.own.prepare(*args, **kwargs)
@@ -133,7 +140,7 @@ class GroupAccelerator(GroupState):
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader:
-        """Prepare a loader as accelerate does, for this rank's group in place of this rank."""
+        """Prepare a loader with accelerate so that it serves this rank's group instead of this rank alone."""
         accelerator: Any = self.own
         if accelerator.dispatch_batches:
             raise ConfigError(
@@ -173,14 +180,14 @@ class GroupAccelerator(GroupState):
     # ---- gathering
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate the values along the first dim, taking each group's once."""
+        """Concatenate one value per group along the first dim."""
         if self.sp is None or (self.of_trainer and self.sp.data_size == 1):
             return tensor
         by_group = self._by_group(tensor, "gather")
         return recursively_apply(lambda x: x.flatten(0, 1) if x.dim() > 1 else x, by_group)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather without the repeated examples that pad the last batch."""
+        """Gather one value per group, without the repeated examples that pad the last batch."""
         try:
             recursively_apply(lambda x: x, input_data, error_on_other_type=True)
         except TypeError:
@@ -192,7 +199,7 @@ class GroupAccelerator(GroupState):
         return recursively_apply(lambda x: x[:real] if x.dim() else x, data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce to the sum, mean or maximum over groups."""
+        """Reduce a tensor to its sum, mean or maximum over groups."""
         if self.sp is None:
             return self.own.reduce(tensor, reduction, scale)
         groups = self.sp.data_size
@@ -215,9 +222,9 @@ class GroupAccelerator(GroupState):
         return self.own.on_process(function, process_index=process_index)
 
     def real_examples(self) -> int | None:
-        """Return how many examples of the last batch, over all groups, are not repetitions.
+        """Return the number of non-repeated examples in the last batch, over all groups.
 
-        None means all of them, or, for the Trainer only, an unknown number.
+        None if no example is a repetition, or if a Trainer cannot determine the number.
         """
         state = self.own.gradient_state
         if not state.end_of_dataloader:
@@ -243,15 +250,15 @@ class GroupAccelerator(GroupState):
         return [[rank for rank, of in enumerate(groups) if of == group] for group in range(self.sp.data_size)]
 
     def gather_objects(self, data: Any) -> list[Any]:
-        """Concatenate one list per group, as accelerate's `gather_object` concatenates one per process."""
+        """Concatenate one list per group; accelerate's `gather_object` concatenates one list per process."""
         by_rank = gather_object([data])
         return [x for ranks in self._ranks_by_group() for x in by_rank[ranks[0]]]
 
     def _by_group(self, data: Any, name: str) -> Any:
-        """Gather each tensor of this rank to (groups, ...).
+        """Gather each tensor of this rank into shape (groups, ...).
 
-        Raises InputError on every rank if the ranks of a group hold different values, and DisagreementError if they
-        hold different shapes.
+        Raises InputError on every rank if the ranks of a group hold different values, and DisagreementError if their
+        shapes differ.
         """
         assert self.sp is not None
         ranks, shapes = self._ranks_by_group(), []
@@ -277,8 +284,11 @@ class GroupAccelerator(GroupState):
 
 
 def _same_in_groups(values: Tensor) -> bool:
-    """Return whether the ranks of a group hold equal values, up to rounding. values: (groups, ranks of a group,
-    ...)."""
+    """Return whether all ranks of each group hold equal values, up to rounding.
+
+    Args:
+        values: (groups, ranks of a group, ...).
+    """
     first = values[:, :1]
     if not values.is_floating_point():
         return bool((values == first).all())
@@ -288,10 +298,10 @@ def _same_in_groups(values: Tensor) -> bool:
 
 
 def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAccelerator:
-    """Make an Accelerator whose processes are the groups of ranks that share sequences.
+    """Return an Accelerator whose processes are the groups of ranks that share sequences.
 
-    It distributes batches to groups, steps schedulers once for each group, and gathers, reduces and splits over groups.
-    All other members come from the given Accelerator, which is kept as `own` and still counts ranks.
+    The new Accelerator distributes batches to groups, steps schedulers once per group, and gathers, reduces and splits
+    over groups. Further members are forwarded to the given Accelerator, which is kept as `own` and still counts ranks.
 
     Args:
         accelerator: The Accelerator of all ranks, before `prepare`.
@@ -301,7 +311,7 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
         The Accelerator that counts groups.
 
     Raises:
-        ConfigError: If the Accelerator covers fewer ranks, or has a ParallelismConfig with other sizes.
+        ConfigError: The Accelerator covers fewer ranks, or has a ParallelismConfig with other sizes.
 
     Examples:
         ```python
@@ -330,20 +340,23 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
     return GroupAccelerator(accelerator, sp)
 
 
-# ---- Accelerators that count ranks where they should count groups
+# ---- detecting Accelerators that count ranks instead of groups
 
-# members of an Accelerator that count processes; `prepare` does so if a scheduler is among its arguments
+# members of an Accelerator that count processes; `prepare` counts processes only if it gets a scheduler
 COUNTS = ("prepare", "prepare_scheduler", "gather", "gather_for_metrics", "reduce", "split_between_processes",
           "num_processes")  # fmt: skip
-# packages that call them for ranks, or on their own Accelerator
+# packages that mean ranks when they call COUNTS, or that use an Accelerator of their own
 EXEMPT_CALLERS = ("accelerate", "transformers", "trl", "hf_integration")
 _patched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # base models that may share sequences
 _counted: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # Accelerators passed to `share_accelerator`
 
 
 def watch(model: nn.Module) -> None:
-    """Make Accelerators report uses that would count each rank of a sequence separately. `model` is a patched base
-    model."""
+    """Make every Accelerator report calls that would count each rank of a sequence separately.
+
+    Args:
+        model: A patched base model.
+    """
     _guard()
     _patched.add(model)
 
@@ -355,8 +368,10 @@ def _guard() -> None:
 
 
 def _check(name: str, accelerator: Accelerator, frame: FrameType, args: tuple) -> None:
-    """Raise ConfigError if user code uses a member that counts ranks on an Accelerator that shares sequences. If
-    library code does, which the user cannot change, warn once instead."""
+    """Raise ConfigError if user code calls a rank-counting member of an Accelerator whose model shares sequences.
+
+    Calls from library code, which the user cannot change, cause a single warning instead.
+    """
     caller = frame.f_globals.get("__name__", "")
     is_exempt = caller.partition(".")[0] in EXEMPT_CALLERS
     counts = name != "prepare" or any(isinstance(x, LRScheduler | DummyScheduler) for x in args)

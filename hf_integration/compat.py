@@ -1,5 +1,7 @@
-"""All undocumented names of transformers, accelerate, DeepSpeed, peft, trl and torch that hf_integration uses. See also
-`ds_seqpar.base.compat`, which has more of torch's."""
+"""All undocumented names of transformers, accelerate, DeepSpeed, peft, trl and torch that hf_integration uses.
+
+See also `ds_seqpar.base.compat`, which collects further undocumented names of torch.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,26 @@ from .rebinding import globals_read
 attention_name = attribute(
     "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "the attention of a local forward"
 )
-# where a config keeps that name for itself, not for its parts
+# the attribute with a config's own attention name, without subconfigs
 ATTENTION = mark("transformers.configuration_utils:_attn_implementation_internal")
 # set on layers by gradient_checkpointing_enable
 CHECKPOINT = mark("transformers.modeling_utils:_gradient_checkpointing_func")
 checkpoint_of = attribute(
     "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func", "a checkpointed layer"
 )
-# the size of NEFTune's noise, an attribute of embeddings, which would then depend on the number of ranks
+# the size of NEFTune's noise, set on embeddings; unscaled noise would depend on the number of ranks
 NEFTUNE = mark("transformers.integrations.neftune:neftune_noise_alpha")
 set_output_recorders = private(
     "transformers.monkey_patching:patch_output_recorders", "a small copy of a model whose classes are patched"
 )
-# attributes of FSDP1's flat parameters, and of parameters that are parts of one
+# set on FSDP1's flat parameters and on their parts
 FLATTENED = mark("torch.distributed.fsdp._common_utils:_fsdp_flattened")
 # the function of "eager" attention, in the file of each model; local forwards would raise KeyError
 EAGER = mark("transformers.models.llama.modeling_llama:eager_attention_forward")
 
 
 def new_model(cls: type, config: Any) -> Any:
-    """Make a model with random weights and eager attention, as `from_config` does but without zero.Init."""
+    """Make a model with random weights and eager attention, like `from_config` but without zero.Init."""
     config._attn_implementation = "eager"
     model = cls(config)
     set_output_recorders(model)
@@ -67,8 +69,8 @@ loss_since_log = attribute("transformers.trainer:Trainer._tr_loss", "`train_loss
 is_vlm = attribute("trl.trainer.grpo_trainer:GRPOTrainer._is_vlm", "GRPO and RLOO")
 extra_logs = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_extra_logs", "`log_extra` of reward functions")
 extra_metrics = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_metrics", "`log_metric` of reward functions")
-TRL_BASE = mark("trl.trainer.base_trainer:_BaseTrainer")  # the base of trl's Trainers, which would be refused
-# private methods that `SequenceParallelMixin` extends -> what breaks if the Trainer no longer calls them
+TRL_BASE = mark("trl.trainer.base_trainer:_BaseTrainer")  # the base of trl's Trainers; without it they would be refused
+# private methods that `SequenceParallelMixin` extends, with the feature that needs each
 EXTENDED = {
     "_prepare_for_training": "Liger's kernels in a patched model",
     "_finalize_training": "`train_loss`",
@@ -79,12 +81,14 @@ EXTENDED = {
     ),
     "_get_train_sampler": 'train_sampling_strategy="batch_rebalance"',
 }
-EXTENDED_OF_TRL = {"_precompute_ref_logps": "DPO with precompute_ref_log_probs"}  # which would run unpatched models
-# methods of trl's GRPO and RLOO that it extends: of REBOUND, which call accelerate's functions, and another
+EXTENDED_OF_TRL = {
+    "_precompute_ref_logps": "DPO with precompute_ref_log_probs"
+}  # otherwise reference models would run unpatched
+# extended methods of trl's GRPO and RLOO; those in REBOUND call accelerate's functions
 REBOUND = ("_calculate_rewards", "_generate_and_score_completions")
 EXTENDED_OF_ROLLOUTS = (*REBOUND, "_generate_single_turn", "_prepare_inputs")
-# class of trl's -> its methods that call these by global names. Those of `gather`, `gather_object` and `VLLMClient` are
-# given what counts groups in their places
+# the methods of each trl class that make rank-counting calls through globals. `gather`, `gather_object` and
+# `VLLMClient` are replaced by versions that count groups
 CALLED: dict[str, dict[str, set[str]]] = {
     **{name: {} for name in ("SFTTrainer", "RewardTrainer")},
     **{name: {"_precompute_ref_logps": {"broadcast_object_list"}} for name in ("DPOTrainer", "KTOTrainer")},
@@ -95,12 +99,14 @@ CALLED: dict[str, dict[str, set[str]]] = {
 _COUNTS_RANKS = {"gather", "gather_object", "broadcast", "broadcast_object_list", "VLLMClient"}
 
 EXTENDED_OF_VLLM = ("_init_vllm", "_iter_named_params")  # of trl's VLLMGeneration
-_GENERATION = mark("trl.trainer.grpo_trainer:VLLMGeneration")  # which would gather the prompts of every rank
+_GENERATION = mark(
+    "trl.trainer.grpo_trainer:VLLMGeneration"
+)  # the original class would gather the prompts of every rank
 
 
 @contextlib.contextmanager
 def generation_with(mixin: type, trainer_class: type) -> Iterator[None]:
-    """Context manager in which trl's trainers create their `VLLMGeneration` with a mixin placed before it."""
+    """Context manager in which trl's trainers create their `VLLMGeneration` with the given mixin."""
     modules = {x.__module__ for x in trainer_class.__mro__} & {*sys.modules}
     scopes = [vars(sys.modules[name]) for name in modules]
     before = [(scope, scope[_GENERATION]) for scope in scopes if _GENERATION in scope]
@@ -121,8 +127,10 @@ def check_trainer(trainer_class: type) -> None:
 
 
 def check_rollouts(trainer_class: type) -> None:
-    """Raise ConfigError if trl's GRPO or RLOO lacks a method that `Rollouts` extends, or if its vLLM client makes
-    rank-counting calls that `CALLED` does not list."""
+    """Raise ConfigError if trl's GRPO or RLOO lacks a method that `Rollouts` extends.
+
+    ConfigError is also raised if trl's vLLM client makes rank-counting calls that `CALLED` does not list.
+    """
     breaks = "what counts groups in GRPO and RLOO"
     for name in EXTENDED_OF_ROLLOUTS:
         if name not in vars(trainer_class):
@@ -144,7 +152,7 @@ def check_calls(cls: type) -> None:
     for base in cls.__mro__:
         for name, method in vars(base).items() if base.__module__.startswith("trl.") else ():
             scope = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__globals__", {})
-            # including those that its file has under another name
+            # including aliases of the functions in the method's file
             read = {x for x in globals_read(method) if {x, getattr(scope.get(x), "__name__", x)} & _COUNTS_RANKS}
             found.setdefault(name, read)
     for name in sorted({*expected, *found}):
@@ -175,20 +183,20 @@ _GROUPS = "an Accelerator that counts groups of ranks"
 schedulers = attribute("accelerate.accelerator:Accelerator._schedulers", _GROUPS)
 models = attribute("accelerate.accelerator:Accelerator._models", _GROUPS)
 loaders = attribute("accelerate.accelerator:Accelerator._dataloaders", _GROUPS)
-# set on a loader that must not be prepared again: ranks of a sequence would get different batches
+# set on prepared loaders; preparing one again would give the ranks of a sequence different batches
 PREPARED = mark("accelerate.accelerator:_is_accelerate_prepared")
 
 
 @contextlib.contextmanager
 def counting_processes(number: int) -> Iterator[None]:
-    """Context manager that sets accelerate's number of processes, which its schedulers read when they step."""
+    """Context manager that sets accelerate's number of processes, which accelerate's schedulers read in each step."""
     state = PartialState()
     processes, state.num_processes = state.num_processes, number
     try:
         yield
     finally:
         state.num_processes = processes
-        AcceleratorState()  # copies it from PartialState
+        AcceleratorState()  # copies num_processes from PartialState
 
 
 def watch_member(name: str, check: Callable[[Accelerator, FrameType, tuple], None]) -> None:
@@ -211,11 +219,13 @@ def watch_member(name: str, check: Callable[[Accelerator, FrameType, tuple], Non
 
 # ---- DeepSpeed
 
-ENGINE = mark("deepspeed.runtime.engine:global_samples")  # engines use it; their figures would count ranks
+ENGINE = mark(
+    "deepspeed.runtime.engine:global_samples"
+)  # an attribute of engines, whose reported figures would otherwise count ranks
 
-# set on the parameters and modules that ZeRO-3 has; a model would count as one that it does not have
+# set on parameters and modules under ZeRO-3; without it, ZeRO-3 would go undetected
 ZERO_ID = mark("deepspeed.runtime.zero.partition_parameters:ds_id")
-# set on a module whose parameters ZeRO-3 must treat as one; otherwise it would reduce gradients tile by tile
+# set on a module whose parameters ZeRO-3 must fetch together; otherwise gradients would be reduced tile by tile
 LEAF = mark("deepspeed.utils.z3_leaf_module:_z3_leaf")
 
 
@@ -230,12 +240,12 @@ def is_missing(parameter: Any) -> bool:
 
 
 def is_fetching(parameter: Any) -> bool:
-    """Return whether ZeRO-3 is about to gather a parameter."""
+    """Return whether ZeRO-3 is currently gathering a parameter."""
     return is_missing(parameter) and parameter.ds_status.name == "INFLIGHT"
 
 
 def _zero_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Callable], list[int]]]:
-    """Yield the forward hooks of each module that ZeRO-3 has hooked, with the keys of ZeRO-3's hooks."""
+    """Yield each dict of forward hooks that contains ZeRO-3 hooks, with the keys of the ZeRO-3 hooks."""
     for module in model.modules():
         for hooks in (forward_pre_hooks(module), forward_hooks(module)):
             if keys := [key for key, hook in hooks.items() if hook.__module__.startswith("deepspeed.")]:
@@ -263,8 +273,10 @@ def without_zero_hooks(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_zero_init() -> Iterator[None]:
-    """Context manager in which modules are created whole, even inside `deepspeed.zero.Init` and under a Trainer's
-    ZeRO-3, where transformers partitions the submodels of a model."""
+    """Context manager in which new modules get whole parameters, even inside `deepspeed.zero.Init`.
+
+    The context also works under a Trainer with ZeRO-3, where transformers would otherwise partition submodels.
+    """
     zero, breaks = (
         sys.modules.get("deepspeed.runtime.zero.partition_parameters"),
         "a small copy of a model under ZeRO-3",
@@ -287,8 +299,7 @@ def outside_zero_init() -> Iterator[None]:
 
 
 def is_plain_lora(module: Any) -> bool:
-    """Return whether this is peft's linear layer with plain LoRA, that is, without dropout, magnitudes (DoRA) or
-    biases."""
+    """Return whether a module is peft's linear layer with plain LoRA, without dropout, magnitudes (DoRA) or biases."""
     if not hasattr(module, "lora_A") or not hasattr(module, "base_layer") or getattr(module, "lora_variant", None):
         return False
     plain = [*module.lora_A.values(), *module.lora_B.values()]
@@ -303,12 +314,12 @@ forward_pre_hooks = attribute("torch.nn.modules.module:Module._forward_pre_hooks
 
 
 def drop_children(module: nn.Module, names: Iterable[str]) -> None:
-    """Give a shallow copy of a module its own dict of children, without the given ones."""
+    """Remove the named children from a shallow copy of a module, without changing the original."""
     module._modules = {name: child for name, child in module._modules.items() if name not in names}
 
 
 def copy_hooks(module: nn.Module, other: nn.Module, wanted: Callable[[Callable], bool]) -> None:
-    """Register the forward hooks of a module on another module as well."""
+    """Register the wanted forward hooks of a module on another module as well."""
     for hooks, with_kwargs, register in (
         (forward_pre_hooks(module), module._forward_pre_hooks_with_kwargs, other.register_forward_pre_hook),
         (forward_hooks(module), module._forward_hooks_with_kwargs, other.register_forward_hook),
@@ -320,8 +331,10 @@ def copy_hooks(module: nn.Module, other: nn.Module, wanted: Callable[[Callable],
 
 @contextlib.contextmanager
 def without_hooks(tensors: Iterable[Any]) -> Iterator[None]:
-    """Context manager that removes the hooks of tensors. `torch.autograd.grad` would run them for each tile, but they
-    must run once, on the sum.
+    """Context manager that removes the hooks of tensors.
+
+    `torch.autograd.grad` would run the hooks for each tile, but the hooks must run once, on the sum of all tiles'
+    gradients.
     """
     before = [(tensor, tensor._backward_hooks) for tensor in tensors]
     for tensor, _ in before:
@@ -334,5 +347,5 @@ def without_hooks(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def set_dataset(loader: DataLoader, dataset: Any) -> None:
-    """Replace the data set of a loader, which DataLoader itself does not allow."""
+    """Replace the data set of a loader, which DataLoader itself forbids."""
     vars(loader)["dataset"] = dataset

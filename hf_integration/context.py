@@ -1,9 +1,9 @@
-"""The context of one forward of a patched model: local, sharded, whole or a decode step, with all that its parts must
-know.
+"""The context of one forward of a patched model: its mode (local, sharded, whole or decode) and all state shared by its
+parts.
 
-The outermost called module creates the context once. Layers get it as the keyword `sequence_parallel`. RoPE, norms,
-MLPs and heads, which get no keyword, read it from a ContextVar. The ContextVar is empty in autograd threads, so code
-that recomputes a part of a forward there must enter the context that the part had.
+The outermost called module creates the context once. Layers receive the context as the keyword `sequence_parallel`.
+RoPE, norms, MLPs and heads, which get no keyword, read the context from a ContextVar. The ContextVar is empty in
+autograd threads, so code that recomputes part of a forward there must first enter the original context.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ KEYWORD = "sequence_parallel"  # the keyword by which layers get the context
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ForwardState:
-    """What changes while a forward runs."""
+    """State that changes while a forward runs."""
 
     begun: bool = False  # whether the base model was called
-    losses: list[float] | None = None  # the sum of token losses of each tile; None: the loss is not to be checked
-    router_logits: tuple[Tensor, ...] | None = None  # those of the base model, until the forward ends
-    noise: OwnNoise | None = None  # while this rank draws for its own tokens
-    shared: list[Tensor] | None = None  # the random states of all ranks when a rank last drew for its own tokens
+    losses: list[float] | None = None  # the sum of token losses of each tile; None disables the loss check
+    router_logits: tuple[Tensor, ...] | None = None  # the base model's router logits, until the forward ends
+    noise: OwnNoise | None = None  # set while this rank draws random numbers for its own tokens
+    shared: list[Tensor] | None = None  # the shared random states after the last draw for own tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardContext:
     """One forward of a patched model.
 
-    Layers need this very object. FSDP2 rebuilds dataclasses among a module's arguments, which would copy the state, so
-    instances hide that they are dataclasses.
+    Layers must receive the same context object, not a copy. FSDP2 rebuilds dataclass arguments of modules, which would
+    copy the state, so ForwardContext hides that it is a dataclass.
     """
 
-    mode: Mode | None = None  # None: the base model's call will decide
-    module: nn.Module | None = None  # the module that is called
-    layout: BatchLayout | None = None  # None: sequences are shared equally
-    positions: Tensor | None = None  # the position_ids with which the base model will be called
+    mode: Mode | None = None  # None until the base model's call decides
+    module: nn.Module | None = None  # the called module
+    layout: BatchLayout | None = None  # None if sequences are divided equally
+    positions: Tensor | None = None  # the position_ids of the coming base model call
     spec: ShardSpec | None = None  # the spec of a whole batch that was sharded
-    logits: ShardSpec | None = None  # the spec of its tokens that get logits
-    cached: Any = None  # the CachedForward of a forward with a cache in parts
-    media: Any = None  # the MediaCall of a whole call that the stack inside shards
-    shared: SharedPrompts | None = None  # the prompts of a whole batch that are computed once for several rows
-    compared: ValueChecks | None = None  # what ranks compare for a whole batch, together with the forward
-    rope_tokens: int | None = None  # tokens up to the longest position; None: RoPE sees them all
+    logits: ShardSpec | None = None  # the spec of the tokens with logits
+    cached: Any = None  # the CachedForward of a forward with a sharded cache
+    media: Any = None  # the MediaCall of a whole call that is sharded at the inner stack
+    shared: SharedPrompts | None = None  # prompts that several rows of a whole batch share
+    compared: ValueChecks | None = None  # values that ranks compare for a whole batch
+    rope_tokens: int | None = None  # the number of tokens up to the longest position; None if RoPE sees all tokens
     state: ForwardState = dataclasses.field(default_factory=ForwardState)
     outer: ForwardContext | None = None  # the context around this one
-    within: bool = False  # whether the module was called by that of `outer`, not by a user's hook
+    within: bool = False  # whether the module of `outer` called this one, rather than a user's hook
 
     @property
     def is_outermost(self) -> bool:
@@ -74,16 +74,16 @@ class ForwardContext:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether an inner module (the base model or its stack) may still be the one that shares the call."""
+        """Whether the base model or its stack may still decide how the call is shared."""
         return self.mode not in ("local", "sharded") and self.spec is None and self.cached is None
 
     @property
     def is_in_whole(self) -> bool:
-        """Whether an enclosing module gets this one's outputs whole."""
+        """Whether an enclosing module receives the module's outputs for whole sequences."""
         return self.within and self.outer is not None and self.outer.mode == "whole"
 
     def recomputing(self) -> ForwardContext:
-        """Return the context in which a checkpoint computes a part of the forward, and recomputes it in backward."""
+        """Return a context with fresh state, for a checkpoint that computes part of a forward twice."""
         return self.replace(state=ForwardState())
 
     def replace(self, **changes: Any) -> ForwardContext:
@@ -96,7 +96,7 @@ class ForwardContext:
 del ForwardContext.__dataclass_fields__
 
 
-# contexts of compiled graphs, which keep nothing of a forward
+# contexts for compiled graphs, which store no per-forward state
 LOCAL, SHARDED = ForwardContext(mode="local"), ForwardContext(mode="sharded")
 
 _current: ContextVar[ForwardContext | None] = ContextVar("hf_integration_forward", default=None)
@@ -106,7 +106,7 @@ set_current = _current.set
 
 @contextlib.contextmanager
 def entered(context: ForwardContext | None) -> Iterator[None]:
-    """Context manager in which `current` returns the context."""
+    """Context manager in which `current` returns the given context."""
     token = _current.set(context)
     try:
         yield

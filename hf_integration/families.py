@@ -1,8 +1,8 @@
-"""transformers models: their modules, the settings that would make their attention wrong, and how to switch it.
+"""Find the modules of transformers models, check attention settings, and switch the attention function.
 
-transformers looks up the functions of attention and of its masks by the name in a model's config. So a patched model
-gets its own config, whose text part has our name. A copy of that config has the previous name, and the files of a saved
-model have no name.
+transformers looks up attention and mask functions by the name in a model's config. A patched model therefore gets its
+own config, with our name in the text part. Copies of the patched config contain the previous name, and saved model
+files contain no name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["base_of", "check_adapters", "check_config", "check_model", "unwrappe
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ConfigError for a peft model that is more than its base model with adapters inside."""
+    """Raise ConfigError for a peft model with a prompt learning method, which adds tokens before the sequence."""
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         raise ConfigError(
             "sequence parallel training needs adapters inside the model; got a prompt learning method of peft, which "
@@ -39,14 +39,14 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def vocabulary(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the current (number of tokens that the model embeds, number of labels that its head has logits for)."""
+    """Return the current (number of token embeddings, number of logits per token)."""
     size = model.config.get_text_config(decoder=True).vocab_size
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     return getattr(embeddings, "num_embeddings", size), getattr(head, "out_features", size)
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise ConfigError if a model is not from transformers, or does not process a single sequence."""
+    """Raise ConfigError if a model is not from transformers, or is an encoder-decoder."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"patch_attention needs a transformers model; got {type(model).__name__}, "
@@ -61,7 +61,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def check_config(model: PreTrainedModel, outside: bool) -> None:
-    """Raise ConfigError if a model's config changes its attention to one that is not supported.
+    """Raise ConfigError if a model's config requests unsupported attention.
 
     Args:
         model: A transformers model.
@@ -80,26 +80,29 @@ def _unmet_needs(config: PreTrainedConfig, outside: bool) -> list[str]:
     ]
     if not getattr(config, "is_causal", True):
         unmet.append("a causal model; got is_causal=False in its config")
-    is_bidirectional = getattr(config, "use_bidirectional_attention", False) in (True, "all")  # "vision": of pictures
+    is_bidirectional = getattr(config, "use_bidirectional_attention", False) in (
+        True,
+        "all",
+    )  # "vision": images only
     if is_bidirectional and not outside:
         unmet.append("a causal model; got use_bidirectional_attention in its config")
     return unmet
 
 
 def base_of(model: Any) -> Any:
-    """Return the module that is patched: the base model, or the part of it that heads call directly."""
+    """Return the patched module: the base model, or the part of the base model that heads call directly."""
     own = patch_on(model)
     return model.base_model if own is None or own.base is None else model.get_submodule(own.base)
 
 
 def patch_of(model: Any) -> Any:
-    """Return the Patch of a model; None if it is not patched."""
+    """Return the Patch of a model, or None if the model is not patched."""
     own = patch_on(base_of(model)) if hasattr(model, "base_model") else None
     return own and own.model
 
 
 def balance_weight(model: Any) -> float:
-    """Return the weight of the loss that balances experts; 0 if the model has no such loss."""
+    """Return the weight of the loss that balances experts, or 0 if the model has no such loss."""
     return next((getattr(owner, name) for owner, name in _balance_weights(model)), 0.0)
 
 
@@ -118,9 +121,10 @@ BALANCE = ("router_aux_loss_coef", "aux_loss_coef")  # attributes with the weigh
 
 
 class Name(str):
-    """The name of our attention in a config. Copies and pickles of it become the name that it has replaced. A search
-    for "flash" in it, which transformers uses to choose masks for flash attention, is answered for the attention that
-    local forwards use.
+    """The name of our attention in a config. Copying or pickling yields the replaced name instead.
+
+    transformers searches attention names for "flash" to choose masks for flash attention. `Name` answers the search for
+    the attention that local forwards use.
     """
 
     replaced: str
@@ -133,7 +137,9 @@ class Name(str):
 
 
 def keep_name(config: Any, before: str | None = None) -> None:
-    """Set our attention in a config. Local forwards then use the attention that the config named, or `before`."""
+    """Set the name of our attention in a config. Local forwards still use the attention named by `before`, by default
+    the config's previous attention.
+    """
     if not isinstance(name := attention_name(config), Name):
         ours = Name(NAME)
         ours.replaced = before or name
@@ -141,26 +147,26 @@ def keep_name(config: Any, before: str | None = None) -> None:
 
 
 def name_before(config: Any) -> str:
-    """Return the name of the attention in a config, or the name that ours has replaced."""
+    """Return the name of the attention in a config, or the name that our attention has replaced."""
     if (name := attention_name(config)) == NAME and not isinstance(name, Name):
         raise ConfigError(f'attention "{NAME}" needs patch_attention; set attn_implementation to "sdpa", then patch')
     return getattr(name, "replaced", name)
 
 
 def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, Any] | None = None) -> str:
-    """Set the attention of a model's text part only, on a config that the model does not share with other models.
+    """Switch the attention of a model's text part, on a config that no other model shares.
 
     Args:
         model: A model.
         name: The name of an attention function.
-        attending: The modules that must use it afterwards, by name.
+        attending: The modules that must use the function afterwards, by name.
 
     Returns:
         The previous name.
 
     Raises:
-        ConfigError: Some module does not use it, because the model's class cannot switch; transformers only warns of
-        this.
+        ConfigError: Some module keeps its previous attention because its class cannot switch. transformers would only
+            warn.
     """
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
@@ -168,7 +174,7 @@ def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, 
         vars(module).update({key: copies[id(x)] for key, x in vars(module).items() if id(x) in copies})
     text = model.config.get_text_config(decoder=True)
     before, parts = attention_name(text), [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    for part in [part for part in parts if part.config is text][-1:]:  # enclosing classes may be a user's
+    for part in [part for part in parts if part.config is text][-1:]:  # enclosing classes may be user-defined
         part.set_attn_implementation({"": name})
     for module_name, module in (attending or {}).items():
         if attention_name(module.config) != name:
@@ -194,8 +200,9 @@ def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Ten
 
 
 class _With:
-    """A view of a module or a config with some attributes changed, for flash attention, which reads its kernel's name.
-    The object itself stays unchanged, since other threads may read it at the same time.
+    """A view of a module or config with some attributes changed, so that flash attention finds its kernel's name.
+
+    The original object stays unchanged, since other threads may read it at the same time.
     """
 
     def __init__(self, original: Any, **changed: Any) -> None:
@@ -209,9 +216,9 @@ class _With:
 
 
 def heads_around(model: nn.Module) -> list[nn.Module]:
-    """Return the modules around the base model that users call.
+    """Return the modules that wrap the base model and that users call.
 
-    This includes peft's, since peft may call the forward of the inner model without that model's hooks.
+    The list includes peft's modules, since peft may call the forward of the inner model without that model's hooks.
     """
     inner = unwrapped(model)
     modules = [module for module in model.modules() if _is_of_peft(module)]
@@ -219,7 +226,7 @@ def heads_around(model: nn.Module) -> list[nn.Module]:
 
 
 def token_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules around the base model that treat tokens independently: heads, with norms and dropout."""
+    """Return the modules outside the base model that process tokens independently: heads, norms and dropout."""
     base: nn.Module = base_of(model)
     inside, types = {*base.modules()}, (nn.Linear, nn.Dropout, nn.LayerNorm, nn.RMSNorm)
     return [module for module in model.modules() if isinstance(module, types) and module not in inside]
@@ -229,18 +236,19 @@ def _is_of_peft(module: nn.Module) -> bool:
     return any(cls.__name__ == "PeftModel" for cls in type(module).__mro__)
 
 
-# what these bring into a model does what the module that it replaces did
+# modules from these packages behave like the modules that they replace
 QUANTIZERS = ("bitsandbytes", "torchao", "kernels")
 CAUSAL_LMS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
 LIBRARIES = ("transformers", "liger_kernel", "trl", "peft", "accelerate", "torch", "deepspeed", "hf_integration")
 
 
 def is_plain_head(module: Any) -> bool:
-    """Return whether a module around the base model computes only the token losses of a causal language model. Those
-    from libraries do. Others (heads of other kinds, a user's own forwards, adapters with a penalty) may compute any
-    loss from the base model's outputs.
+    """Return whether a module that wraps the base model computes only the token losses of a causal language model.
+
+    Library heads for causal language models compute only token losses. Heads of other kinds, user-defined forwards and
+    adapters with a penalty may compute any loss from the base model's outputs.
     """
-    if _is_of_peft(module):  # a tuner's forward may add to the loss
+    if _is_of_peft(module):  # the forward of a peft tuner may add a term to the loss
         tuner = next(cls for cls in type(module.base_model).__mro__ if "forward" in vars(cls))
         inner = unwrapped(module)
         plain_inside = inner is base_of(inner) or is_plain_head(inner)
@@ -262,9 +270,10 @@ def is_of_library(forward: Any) -> bool:
 
 
 def is_of_liger(forward: Callable[..., Any]) -> bool:
-    """Return whether a forward is Liger's: of a class that Liger wrote, or set on a module by Liger.
+    """Return whether a forward comes from Liger, as part of a Liger class or set on a module by Liger.
 
-    Liger's norms, activations and RoPE treat tokens independently, so a rank's local tokens are enough. Its fused loss
-    takes shift_labels and num_items_in_batch and never makes the whole logits, so it replaces our loss tiles.
+    Liger's norms, activations and RoPE process tokens independently, so a rank's local tokens suffice. Liger's fused
+    loss takes shift_labels and num_items_in_batch and never materializes the whole logits, so it replaces our loss
+    tiles.
     """
     return getattr(forward, "__module__", "").startswith("liger_kernel.")

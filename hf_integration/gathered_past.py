@@ -1,10 +1,10 @@
-"""Run unmodified attention modules on a rank's tokens, as if these continued from a cache of all earlier tokens.
+"""Run unmodified attention modules on a rank's tokens, as if they continued from a cache of all earlier tokens.
 
-Modules with an index, or with their own attention, read from a cache what a token needs of earlier tokens. So a patched
-module gets our cache. It runs twice on each piece of a rank's tokens. In the first run the piece sees only itself, and
-the cache takes the module's keys. All ranks then gather them. In the second run the cache returns the keys of the
-piece's document, up to the piece's last token. A piece has few rows, and its second run is recomputed in backward, so
-memory grows with rows times tokens.
+Modules with an index, or with custom attention, read earlier tokens from a cache. A patched module therefore gets a
+`GatheredPast` as its cache, and runs twice on each piece of a rank's tokens. In the first run the piece attends only to
+itself, and the cache records the module's keys. All ranks then gather the keys. In the second run the cache returns the
+keys of the piece's document, up to the piece's last token. A piece has few rows, and its second run is recomputed in
+backward, so memory grows with the number of rows times the number of tokens.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ CACHES = ("past_key_values", "layer_past")  # names of the cache argument
 BY_KEY, PER_HEAD = "alibi", "position_bias"  # names of arguments without a query dim
 WHOLE = BY_KEY, PER_HEAD
 SHARED = "shared_kv_states"  # the name of an argument by which layers share keys
-KEYS = "keys"  # the name of the keys and values that a module gave its cache
+KEYS = "keys"  # the name under which a module's keys and values are recorded
 CONVOLUTION = "convolution "  # the name of a convolution from whose outputs keys may be made
-POOLS = "compress_ratio"  # an attribute of an indexer that rotates what it has made of several keys, by their positions
+POOLS = "compress_ratio"  # an attribute of indexers that rotate compressed keys by position
 LAYER = "a layer that gathers keys"  # for error messages
 NUMBERS = ("position_ids", "prev_topk_indices")  # names of arguments that number keys
 ROWS = 256  # tokens that a module computes at a time
 
 Inputs = dict[str, Any]
-Taken = dict[tuple[str, int], Tensor]  # (what a module gave its cache, which of its tensors) -> (B, tokens, ...)
+Taken = dict[tuple[str, int], Tensor]  # (name, tensor index) -> (B, tokens, ...)
 
 
 class Kept(Protocol):
-    """What this rank keeps of some rows.
+    """Interface of this rank's cached tensors for some rows.
 
     Attributes:
-        tokens: The number of tokens, including the new ones.
-        first: The first token whose values from the module are kept; 0 if there are none.
-        entries: By name, the entries into which the module has compressed tokens (B, entries, ...).
+        tokens: The number of tokens, including new tokens.
+        first: The first token whose values are still stored, by name; missing names start at 0.
+        entries: The entries into which the module has compressed tokens, by name (B, entries, ...).
     """
 
     tokens: int
@@ -67,28 +67,28 @@ class Kept(Protocol):
     entries: dict[str, Tensor]
 
     def store(self, new: Taken) -> Taken:
-        """Keep what the module gave for new tokens, and return everything of this kind that is kept."""
+        """Store the module's tensors for new tokens. Return all stored tensors of the same names."""
         ...
 
     def store_entries(self, entries: Mapping[str, Tensor]) -> None:
-        """Keep all entries so far."""
+        """Store all compressed entries so far."""
         ...
 
 
 class GatheredPast:
-    """The object that a module sees as its cache, and as each layer of it.
+    """An object that a module uses as its cache, and as each layer of the cache.
 
     Args:
         module: The module.
-        piece: The piece whose tokens it runs on.
-        gathered: (what was taken, index of its tensor) -> the tensor of all tokens (B, tokens, ...).
-        is_alone: Whether the piece sees only itself, apart from what was gathered.
-        kept: What is kept from earlier forwards; None: nothing.
-        stores: Whether to keep what is taken; for a decode step, in which nothing is gathered.
+        piece: The piece of tokens that the module runs on.
+        gathered: The gathered tensor of all tokens (B, tokens, ...) for each (name, tensor index).
+        is_alone: Whether the piece attends only to itself and the gathered tensors.
+        kept: The cached tensors of earlier forwards, or None without a cache.
+        stores: Whether to store new tensors, as in a decode step, which gathers nothing.
 
     Attributes:
-        taken: As `gathered`, for the piece alone, in the order of the module's calls.
-        entries: By name, the entries into which the module has compressed the document's tokens (B, entries, ...).
+        taken: The piece's own tensors, keyed like `gathered`, in the order of the module's calls.
+        entries: The entries into which the module has compressed the document's tokens, by name (B, entries, ...).
     """
 
     is_compileable = False
@@ -109,8 +109,8 @@ class GatheredPast:
         self.keys: Tensor | None = None
 
     def _all(self, what: str, *xs: Tensor, axis: int = -2, start: int = 0) -> list[Tensor]:
-        """If tensors (B, ..., tokens, ...) were gathered, return those of the piece's document up to the piece's last
-        token.
+        """Record tensors (B, ..., tokens, ...). Return gathered tensors of the document up to the piece's end if
+        available.
 
         Args:
             start: The first token that is needed.
@@ -125,7 +125,7 @@ class GatheredPast:
             if self.kept is not None and self.stores:
                 self.gathered |= self.kept.store({key: self.taken[key]})
             if key in self.gathered:
-                first = 0 if self.kept is None else self.kept.first.get(key, 0)  # earlier ones are not kept
+                first = 0 if self.kept is None else self.kept.first.get(key, 0)  # earlier tokens were dropped
                 begin = max(self.piece.document + start, first)
                 x = self.gathered[key][:, begin - first : self.piece.end - first].movedim(1, axis).contiguous()
             found.append(x)
@@ -151,8 +151,10 @@ class GatheredPast:
     update_index = update_indexer
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Return all complete windows. Each piece compresses them again, since ranks gather what they are made of. If
-        entries are kept, only their last window is kept, because the next entry depends on it.
+        """Return all complete compression windows.
+
+        Each piece compresses all windows again, since ranks gather the windows' inputs. If entries are cached, only the
+        last cached window is returned again, because the next entry depends on that window.
         """
         rate = rate_of(self.module)
         known = None if self.kept is None else self.kept.entries.get(name)
@@ -160,7 +162,9 @@ class GatheredPast:
         skipped = 0 if self.known is None else max(0, self.known.shape[1] - 1)
         kv, gate = self._all(name, kv, gate, start=skipped * rate)
         self.windows = kv.shape[1] // rate
-        if not self.windows:  # one of padding, since ZeRO-3 gathers what modules behind it read, on all ranks alike
+        if (
+            not self.windows
+        ):  # a window of padding: later modules must run, since ZeRO-3 gathers parameters on all ranks
             kv, gate = (F.pad(x, (0, 0, 0, rate - x.shape[1])) for x in (kv, gate))
             return kv, gate, 0
         return kv[:, : self.windows * rate], gate[:, : self.windows * rate], skipped * rate
@@ -195,7 +199,7 @@ class GatheredPast:
 
 
 class _OfPiece(UserDict):
-    """The dict through which layers share keys, for one run of one piece."""
+    """A dict through which layers share keys, restricted to one run of one piece."""
 
     def __init__(self, shared: Any, run: str) -> None:
         super().__init__()
@@ -209,7 +213,7 @@ class _OfPiece(UserDict):
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """Return the name of the cache argument of a module's forward; None if it takes no cache."""
+    """Return the name of the cache argument of a module's forward, or None if the forward takes no cache."""
     names = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHES if name in names), None)
 
@@ -222,13 +226,13 @@ def arguments(module: nn.Module, args: tuple, kwargs: Inputs) -> Inputs:
 
 
 def rate_of(module: nn.Module) -> int:
-    """Return how many tokens a module compresses into an entry; 0 if it compresses none."""
+    """Return how many tokens a module compresses into one entry, or 0 without compression."""
     rate: Any = next((m.compress_rate for m in module.modules() if hasattr(m, "compress_rate")), 0)
     return rate
 
 
 def takes_keys(modules: Iterable[nn.Module]) -> bool:
-    """Return whether modules take an argument that the model makes from all keys and a 2-dim mask."""
+    """Return whether some module takes `alibi`, which the model computes from all keys and a 2-dim mask."""
     return any("alibi" in inspect.signature(type(module).forward).parameters for module in modules)
 
 
@@ -240,7 +244,7 @@ class Pieces:
 
     Args:
         module: The module.
-        window: The number of tokens that a query sees under the module's mask; None: all earlier ones.
+        window: The number of tokens that a query sees under the module's mask, or None for all earlier tokens.
         args: The positional arguments of the call.
         kwargs: The keyword arguments of the call.
     """
@@ -256,7 +260,7 @@ class Pieces:
         return getattr(self.module, "layer_idx", None) or 0
 
     def with_one_more(self) -> Pieces:
-        """Return the call with one more token, for ranks that must run as often as the others."""
+        """Return the call with a dummy token appended, for ranks that must add runs to match the other ranks."""
         more = copy.copy(self)
         more.tokens = self.tokens + 1
         more.inputs = {name: self._mapped(name, x, _extended) for name, x in self.inputs.items()}
@@ -273,7 +277,9 @@ class Pieces:
                 return type(x)(map(cut, x))
             if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[0] in (0, 1) or x.shape[0] % count:
                 return x
-            return x.unflatten(0, (count, -1))[rows].flatten(0, 1)  # an alibi has all heads of a row, then the next's
+            return x.unflatten(0, (count, -1))[rows].flatten(
+                0, 1
+            )  # alibi has all heads of one row, then the next row's
 
         some.inputs = {name: x if name == PER_HEAD else cut(x) for name, x in self.inputs.items()}
         if (shared := some.inputs.get(SHARED)) is not None:
@@ -286,8 +292,8 @@ class Pieces:
         Args:
             piece: The piece.
             run: The name of the run.
-            past: The cache; None: no cache.
-            is_alone: Whether the piece sees only itself.
+            past: The cache, or None to run without a cache.
+            is_alone: Whether the piece attends only to itself.
         """
         kept = None if past is None else past.kept
         begin = piece.document if kept is None else max(piece.document, kept.first.get((KEYS, 0), 0))
@@ -312,10 +318,10 @@ class Pieces:
         return type(self.module).forward(self.module, **inputs)
 
     def _from_zero(self, name: str, x: Tensor) -> Tensor:
-        """Return key numbers, counted from 0, for a piece that sees only itself."""
+        """Renumber keys from 0 for a piece that attends only to itself."""
         if name != "position_ids":
             return torch.zeros_like(x)
-        # they say which keys an index may pick, where they do not rotate
+        # without rotation, position_ids only limit the keys that an index may pick
         return x - x[..., :1] if self.inputs.get("position_embeddings") is not None else x
 
     def _mask(self, given: Tensor, piece: Piece, keys: int) -> Tensor:
@@ -332,7 +338,7 @@ class Pieces:
         return low if given.is_floating_point() else low.to(given.dtype)
 
     def _mapped(self, name: str, x: Any, function: Callable[[Tensor, int], Tensor]) -> Any:
-        """Return an argument with a function applied to its per-token tensors and their token axis."""
+        """Apply a function to the per-token tensors of an argument, passing each tensor's token axis."""
         if isinstance(x, Mapping) and not isinstance(x, UserDict):
             return {key: self._mapped(name, value, function) for key, value in x.items()}
         if isinstance(x, tuple | list):
@@ -345,17 +351,17 @@ class Pieces:
 
 
 def _extended(x: Tensor, axis: int) -> Tensor:
-    """Return x with one more token, which is connected to the same graph."""
+    """Return x with a dummy token appended, connected to the same autograd graph."""
     shape = [1 if i == axis else n for i, n in enumerate(x.shape)]
     return torch.cat([x, x.new_ones(shape) if x.is_floating_point() else x.new_zeros(shape)], axis)
 
 
 def joined(outputs: Sequence[Any], pieces: Sequence[Piece]) -> Any:
-    """Join a module's outputs for pieces into its output for all of their tokens. Attention weights are None."""
+    """Join a module's outputs for several pieces into one output for all tokens. Attention weights become None."""
     if isinstance(outputs[0], tuple | list):
         return type(outputs[0])(joined(each, pieces) for each in zip(*outputs, strict=True))
     lengths = [piece.length for piece in pieces]
-    if not isinstance(outputs[0], Tensor) or outputs[0].dim() < 2:  # such as a bias that the layer adds
+    if not isinstance(outputs[0], Tensor) or outputs[0].dim() < 2:  # for example a bias that the layer adds
         return outputs[0]
     if outputs[0].dim() != 3 or [x.shape[1] for x in outputs] != lengths:
         return None
@@ -364,7 +370,7 @@ def joined(outputs: Sequence[Any], pieces: Sequence[Piece]) -> Any:
 
 
 def alone(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a module on each token alone."""
+    """Run a module on each token separately."""
     call = Pieces(module, None, args, kwargs)
     pieces = [Piece(place, 1, 0, 0) for place in range(call.tokens)]
     return joined([call.run(piece, f"alone {piece.place}") for piece in pieces], pieces)
@@ -374,14 +380,15 @@ Gather = Callable[[list[Tensor]], list[Tensor]]
 
 
 def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0, kept: Kept | None = None) -> Any:
-    """Run a module on pieces of this rank's tokens, as if each continued from a cache.
+    """Run a module on pieces of this rank's tokens, as if each piece continued from a cache.
 
     Args:
         call: The call.
         pieces: All pieces of the rank, in order.
         gather: Gathers tensors of the rank's tokens (B, local tokens, ...) into tensors of all tokens.
-        count: How many pieces other ranks have. ZeRO-3 gathers parameters in each run, so ranks run equally often.
-        kept: Keeps what was gathered; None: nothing is kept.
+        count: The largest number of pieces on any rank. ZeRO-3 gathers parameters in each run, so all ranks need the
+            same number of runs.
+        kept: Stores the gathered tensors, or None to store nothing.
     """
     tokens, mine, none = call.tokens, len(pieces), Taken()
     runs = [*pieces, *[Piece(call.tokens, 1, 0, 0)] * (count - mine)]
@@ -400,7 +407,7 @@ def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int 
         local = [torch.cat([past.taken[key] for past in pasts], 1)[:, :tokens] for key in keys]
         new = dict(zip(keys, gather(local), strict=True))
         gathered |= new if kept is None else kept.store(new)
-    if kept is not None and rate_of(call.module):  # entries of all tokens, which pieces then need not make again
+    if kept is not None and rate_of(call.module):  # compress all tokens here, so that no piece must
         last = Piece(0, 1, kept.tokens - 1, 0)
         past = GatheredPast(call.module, last, gathered, False, kept)
         call.run(last, "entries", past, False)
@@ -416,7 +423,7 @@ def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int 
     outputs = [checkpoint(run, n, use_reentrant=False) if computes_again else run(n) for n in range(len(runs))]
     output = joined(outputs[:mine] or outputs[:1], pieces or runs[:1])
     rest = [x for out in outputs[mine:] for x in (out[:1] if isinstance(out, tuple | list) else [out])]
-    tied = [x for x in (*rest, *gathered.values()) if x.requires_grad]  # backward communicates, on each rank
+    tied = [x for x in (*rest, *gathered.values()) if x.requires_grad]  # backward communicates on every rank
 
     output = output if mine else _empty(output)
     if not isinstance(output, tuple | list):
@@ -426,7 +433,7 @@ def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int 
 
 
 def in_step(call: Pieces, kept: Kept) -> Any:
-    """Run a module on one token, after the tokens that are kept."""
+    """Run a module on one new token, after all cached tokens."""
     piece = Piece(0, 1, kept.tokens - 1, 0)
     past = GatheredPast(call.module, piece, {}, False, kept, stores=True)
     output = joined([call.run(piece, "step", past, False)], [piece])
@@ -435,11 +442,11 @@ def in_step(call: Pieces, kept: Kept) -> Any:
 
 
 def of_all_rows(outputs: Sequence[Any], fill: int | None = None) -> Any:
-    """Join a module's outputs for rows into its output for the batch.
+    """Join a module's outputs for single rows into the output for the whole batch.
 
     Args:
         outputs: The outputs of the rows, in order.
-        fill: What pads rows that have fewer indices; None: their last index, repeated.
+        fill: The value that pads rows with fewer indices, or None to repeat a row's last index.
     """
     first = outputs[0]
     if isinstance(first, tuple | list):
@@ -457,8 +464,14 @@ def _as_wide(outputs: Sequence[Tensor], fill: int | None = None) -> list[Tensor]
 
 
 def at_once(call: Pieces, pieces: Sequence[Piece], gather: Gather, keep: sparse.Keep | None = None) -> Any:
-    """Run a module that `sparse` supports on all of this rank's tokens. For the arguments see `in_pieces`, and for
-    `keep` `sparse.Selection`."""
+    """Run a module that `sparse` supports on all of this rank's tokens at once.
+
+    Args:
+        call: See `in_pieces`.
+        pieces: See `in_pieces`.
+        gather: See `in_pieces`.
+        keep: See `sparse.Selection`.
+    """
     output = selected(
         call if pieces else call.with_one_more(),
         sparse.Selection(pieces or [Piece(0, 1, 0, 0)], gather, call.tokens, keep),
@@ -467,12 +480,12 @@ def at_once(call: Pieces, pieces: Sequence[Piece], gather: Gather, keep: sparse.
 
 
 def selected(call: Pieces, selection: sparse.Selection) -> Any:
-    """Run a module that `sparse` supports, with a selection."""
+    """Run a module that `sparse` supports, with a selection as its mask and its cache."""
     return sparse.run(call.module, {**call.inputs, "attention_mask": selection, call.cache: selection})
 
 
 def _empty(output: Any) -> Any:
-    """Return a module's output, cut to no tokens."""
+    """Return a module's output, cut to zero tokens."""
     if isinstance(output, tuple | list):
         return type(output)(map(_empty, output))
     return output[:, :0] if isinstance(output, Tensor) else output
@@ -508,7 +521,7 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
 
 
 def gather_agreed(sp: SequenceParallel, peers: Runtime, xs: list[Tensor], segments: Segments) -> list[Tensor]:
-    """Gather tensors as `operators.gathered` does, after ranks have agreed that all of them will gather."""
+    """Gather tensors by `operators.gathered.gather`, after the ranks have agreed to gather."""
     alike = [(str(x.dtype), tuple(x.shape[2:]), x.requires_grad) for x in xs]
     sp.checker.check_deferred(NAME, {"tensors": alike}, call=LAYER)
     return gather(peers, xs, segments)
@@ -516,15 +529,17 @@ def gather_agreed(sp: SequenceParallel, peers: Runtime, xs: list[Tensor], segmen
 
 @contextlib.contextmanager
 def _telling(sp: SequenceParallel, module: nn.Module) -> Iterator[None]:
-    """Context manager for a module's run in forward. Errors are raised on all ranks, which would otherwise wait for
-    keys."""
+    """Context manager for a module's run in forward, which raises a rank's error on all ranks.
+
+    An error on one rank alone would leave the other ranks waiting for keys.
+    """
     error, is_forward = None, graph_task() < 0
     try:
         yield
     except SeqParError:
         raise
     except Exception as reason:
-        if not is_forward:  # this may be a checkpoint that stops early
+        if not is_forward:  # a checkpoint stops recomputing early by raising
             raise
         error = as_seqpar_error(f"{type(module).__name__}, a layer that gathers keys, failed", reason)
     if is_forward:
@@ -532,7 +547,7 @@ def _telling(sp: SequenceParallel, module: nn.Module) -> Iterator[None]:
 
 
 def check(modules: Iterable[nn.Module]) -> None:
-    """Raise ConfigError for modules that do not run their class's forward, or whose masks cannot be made."""
+    """Raise ConfigError for modules that override their class's forward, take no cache or use unsupported attention."""
     for module in modules:
         if "forward" in vars(module) and not is_overridden(module, "forward"):
             raise ConfigError(
@@ -553,12 +568,12 @@ def check(modules: Iterable[nn.Module]) -> None:
 
 
 def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
-    """Make an attention module run on a rank's pieces in forwards that are not local.
+    """Make an attention module run on a rank's pieces, except in local forwards.
 
     Args:
         module: The module.
         sp: The SequenceParallel whose ranks share sequences.
-        window: The window length of its mask; None if it has no window.
+        window: The window length of the module's mask, or None without a window.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -575,7 +590,7 @@ def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
 
 
 def keep_config(module: Any, name: str | None = None) -> None:
-    """Give a module and its submodules a config that names its own attention, or `name`, until `restore`."""
+    """Give a module and its submodules configs that name their previous attention, or `name`, until `restore`."""
     for inner in module.modules():
         if (config := vars(inner).get("config")) is None:
             continue

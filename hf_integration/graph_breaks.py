@@ -1,4 +1,4 @@
-"""Functions that run in Python, between the graphs of a model that torch.compile compiles."""
+"""Functions that run in Python between the graphs of a compiled model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 
 def between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function to run between the graphs of a compiled model. Using `torch.compiler.disable` as the
-    decorator would import the compiler.
+    """Decorate a function to run between the graphs of a compiled model.
+
+    Using `torch.compiler.disable` directly as the decorator would import the compiler.
     """
 
     @functools.wraps(function)

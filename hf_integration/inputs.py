@@ -1,4 +1,6 @@
-"""How ranks share the arguments of transformers' models, by name. Numbers and objects need no declaration."""
+"""How ranks share each argument of transformers models, by name. Arguments that are numbers or plain objects need no
+entry.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -11,14 +13,15 @@ from ds_seqpar.data.value_checks import INTEGERS
 
 
 def _of_own_tokens(features: list[Tensor], batch: Mapping[str, Any], held: Tensor) -> list[Tensor]:
-    """Return the rows of features, each (media tokens, width), for the media tokens on this rank."""
+    """Return the rows of features, each (media tokens, width), that belong to the media tokens on this rank."""
     is_media = batch["visual_pos_masks"].flatten()
     numbers, held = is_media.long().cumsum(0) - 1, held.to(is_media.device)
     mine = numbers[held[is_media[held]]]
     return [x[mine.to(x.device)] for x in features]
 
 
-POSITIONS = "position_ids of the model"  # those of media, or of a forward with a cache, which go where tokens go
+# position_ids of media or of a forward with a cache, sharded like tokens
+POSITIONS = "position_ids of the model"
 MEDIA = [
     "pixel_values", "pixel_values_videos", "pixel_values_images", "pixel_values_local", "pixel_mask",
     "pixel_attention_mask", "pixel_position_ids", "images", "image_sizes", "image_grid_thw", "image_grid_hw",
@@ -28,7 +31,11 @@ MEDIA = [
     "input_features_mask", "feature_attention_mask", "audio", "audio_values", "audio_embeds", "audio_features",
     "audio_attention_mask", "audio_feature_lengths", "audio_codes", "input_values", "mm_encoder_outputs",
 ]  # fmt: skip
-TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # what distinguishes media tokens from text
+TYPES = (
+    "token_type_ids",
+    "mm_token_type_ids",
+    "moe_mm_token_type_ids",
+)  # arguments that distinguish media tokens from text
 TABLE = joined(
     INPUTS,
     dict.fromkeys((*TYPES, "per_layer_inputs", "ple_input_ids", "visual_pos_masks", POSITIONS), tokens()),
@@ -47,17 +54,17 @@ TABLE = joined(
 
 
 def with_axes(table: Mapping[str, InputSpec], inputs: Mapping[str, Any]) -> Mapping[str, InputSpec]:
-    """Return how ranks share arguments, given that positions may have several axes."""
+    """Return the table of argument specs, adapted to the number of axes of the position_ids."""
     return table if POSITIONS not in inputs else {**table, POSITIONS: tokens(inputs[POSITIONS].dim() - 1)}
 
 
 def by_row(inputs: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
-    """Return what ranks compare for large inputs, row by row."""
+    """Return sums over the bits of each row of large inputs, for comparison between ranks."""
     found = {name: inputs.get(name) for name in names}
     is_large = {name: x for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1}
     return {f"{name} by row": _sums_of_bits(x) for name, x in is_large.items()}
 
 
 def _sums_of_bits(x: Tensor) -> Tensor:
-    """Return the sum of the bits of each row's numbers, in one pass over the pictures and without a copy."""
+    """Return the sum of the bits of each row's numbers, in one pass over the images and without a copy."""
     return x.detach().view(INTEGERS[x.dtype.itemsize]).flatten(1).sum(1, dtype=torch.int64)

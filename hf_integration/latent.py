@@ -1,7 +1,9 @@
-"""Latent attention (MLA) of transformers models: a patched layer passes its latent to attention, still compressed.
-These layers make keys and values in their method `expand_kv(kv_nope, k_rot)`. A patched layer has a replacement, which
-returns the latent and the matrix that expands it. The matrix is what the class's method makes of unit vectors. So it
-includes LoRA, ZeRO-3 gathers the layer's weight, and gradients reach the weight through the layer's own modules.
+"""Latent attention (MLA) of transformers models: patched layers pass compressed latents to attention.
+
+MLA layers compute keys and values in their method `expand_kv(kv_nope, k_rot)`. The patch replaces that method with one
+that returns the latent and its expansion matrix. The matrix is computed by applying the original method to unit
+vectors, so LoRA is included and ZeRO-3 gathers the layer's weight. Gradients reach the weight through the layer's own
+modules.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
 
 
 def use_latent(module: Any) -> None:
-    """Make an attention module send its latent in sharded forwards, if it has one and the settings enable this."""
+    """Make an MLA module send its latent in sharded forwards. Modules without latent attention stay unchanged."""
     if hasattr(type(module), EXPAND) and hasattr(module, PROJECTION):
         override(module, EXPAND, types.MethodType(_expand_kv, module))
 
 
 def _expand_kv(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values, or the 3-dim (latent (B, s, R), matrix (H, R, D + Dv)) for attention to expand."""
+    """Return keys and values, or a latent (B, s, R) and the matrix (H, R, D + Dv) that expands it in attention."""
     if torch.compiler.is_compiling() and patched(module).sp.config.latent_attention != "latent":
-        return type(module).expand_kv(module, kv_nope, k_rot)  # a graph cannot tell in which forward it runs
+        return type(module).expand_kv(module, kv_nope, k_rot)  # a compiled graph cannot detect which forward it runs in
     return _latent(module, kv_nope, k_rot)
 
 
@@ -50,22 +52,24 @@ def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
     tokens = context.layout.tokens if context.layout is not None else kv_nope.shape[2] * sp.size
     widths = kv_nope.shape[-1], k_rot.shape[-1]
     sizes = tokens, module.num_heads, sum(widths), module.qk_head_dim + module.v_head_dim
-    # the proof of a model changes the settings of the runtime
+    # proving a model temporarily changes the runtime settings
     if not is_sent(sp.runtime.config, *sizes) or not is_linear(module, is_needed):
         return expand(module, kv_nope, k_rot)
     return torch.cat([kv_nope, k_rot], dim=-1).squeeze(1), matrix_of(module, kv_nope, k_rot)
 
 
 def matrix_of(module: Any, kv_nope: Tensor, k_rot: Tensor) -> Tensor:
-    """Return the matrix (H, R, D + Dv) with which a module expands latents like these."""
+    """Return the matrix (H, R, D + Dv) that expands a module's latents."""
     widths = kv_nope.shape[-1], k_rot.shape[-1]
     units = torch.eye(sum(widths), dtype=kv_nope.dtype, device=kv_nope.device)[None, None]
     return torch.cat(type(module).expand_kv(module, *units.split(widths, dim=-1)), dim=-1).squeeze(0)
 
 
 def is_linear(module: Any, is_needed: bool = False) -> bool:
-    """Return whether the projection of the latent is linear, that is, given by its results for unit vectors. Raise
-    ConfigError if it must be linear and is not."""
+    """Return whether the latent's projection is linear, and thus determined by its results for unit vectors.
+
+    Raises ConfigError if the projection must be linear and is not.
+    """
     projection = getattr(module, PROJECTION)
     inner = projection.base_layer if is_plain_lora(projection) else projection
     linear = type(inner).forward is nn.Linear.forward and inner.bias is None

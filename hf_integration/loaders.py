@@ -1,6 +1,6 @@
-"""accelerate's loaders, distributed to groups instead of ranks, for the Trainer and for loops with an Accelerator.
+"""accelerate's data loaders, distributed to groups instead of ranks, for the Trainer and for loops with an Accelerator.
 
-Iterable data sets have no sampler to distribute to groups: each group reads all examples and takes its share.
+Iterable data sets have no sampler to distribute to groups, so each group reads all examples and selects its share.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from . import compat
 
 
 class Stream(IterableDataset):
-    """Wrap an iterable data set, so that accelerate distributes it to groups example by example.
+    """A wrapper around an iterable data set, which makes accelerate distribute single examples to groups.
 
-    accelerate would distribute a streaming data set of `datasets` file by file. Groups would then take unequal numbers
-    of steps, and train on other sequences than the plain Trainer. A wrapped data set's examples are distributed in
-    order, and the last batches are filled up.
+    accelerate would distribute a streaming data set of `datasets` file by file. Groups would then take different
+    numbers of steps, and train on different sequences than the plain Trainer. Examples of a wrapped data set are
+    distributed in order, and the last batches are filled up.
 
     Attributes:
-        seen: The number of examples read in the last pass; it determines which of the last examples are repetitions.
+        seen: The number of examples read in the last pass, from which repetitions in the last batch are determined.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -49,7 +49,7 @@ class Stream(IterableDataset):
 
 
 def examples_of(stream: Stream) -> int | None:
-    """Return the number of examples in one pass of the stream; None if it has no length and was read by workers."""
+    """Return the number of examples in one pass of the stream, or None if workers read a stream without a length."""
     return stream.seen or (len(stream) if has_length(stream) else None)
 
 
@@ -61,22 +61,22 @@ def stream_of(dataset: Any) -> Stream | None:
 
 
 def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) -> DataLoader:
-    """Prepare a loader as accelerate does, for this rank's group in place of this rank.
+    """Prepare a loader with accelerate so that it serves this rank's group instead of this rank alone.
 
-    `Accelerator.prepare` then leaves the loader unchanged. The ranks of a group get the same batches.
+    `Accelerator.prepare` then leaves the loader unchanged. All ranks of a group get the same batches.
 
     Args:
         loader: A loader of the whole data set, the same on every rank, or a loader with `sp.sampler`. torchdata's
-        `StatefulDataLoader` keeps its type.
+            `StatefulDataLoader` keeps its type.
         sp: The `SequenceParallel` of the model.
-        **settings: Further arguments of `accelerate.data_loader.prepare_data_loader`. Batches are moved to `sp.device`;
-            `put_on_device=False` leaves them, since whole sequences need not be on a device.
+        **settings: Further arguments of `accelerate.data_loader.prepare_data_loader`. Batches are moved to `sp.device`
+            by default. With `put_on_device=False`, batches are not moved, since whole sequences may stay on the CPU.
 
     Returns:
         The prepared loader.
 
     Raises:
-        ConfigError: If the loader's sampler divides data among ranks instead of groups.
+        ConfigError: The loader's sampler divides data among ranks instead of groups.
 
     Examples:
         ```python

@@ -1,7 +1,9 @@
-"""Mixers of transformers models: modules with a gated delta rule, Mamba-2, lightning attention or a convolution. A
-mixer calls functions of its file by global names. In a patched model its class's forward runs with other functions
-under these names. They pass the call to an `Engine`, which runs the file's own functions on some of the tokens. So any
-installed kernels are used, projections and norms stay unchanged, and no file is modified.
+"""Mixers of transformers models: modules with a gated delta rule, Mamba-2, lightning attention or a convolution.
+
+A mixer calls kernels through global names of its file. In a patched model, the forward of the mixer's class runs with
+substitutes for the named functions. The substitutes pass each call to an `Engine`, which runs the file's original
+functions on parts of the sequence. Installed kernels are therefore still used, projections and norms stay unchanged,
+and no file is modified.
 """
 
 from __future__ import annotations
@@ -38,16 +40,16 @@ CHUNK = 8  # tokens that torch's functions compute at a time in a small copy
 
 
 class Engine(Protocol):
-    """Runs the layers of a mixer over sequences."""
+    """The interface for running a mixer's layers over sequences."""
 
     def recurrence(self, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell) -> Any:
-        """Run a layer with a state, as `ds_seqpar.operators.recurrence.recurrence` does."""
+        """Run a layer with a state, as in `ds_seqpar.operators.recurrence.recurrence`."""
 
     def conv(self, function: Callable[[Tensor], Tensor], x: Tensor, kernel_size: int) -> Any:
-        """Run a causal convolution, as `ds_seqpar.operators.recurrence.causal_conv` does."""
+        """Run a causal convolution, as in `ds_seqpar.operators.recurrence.causal_conv`."""
 
 
-# the engine for the keywords of a call; None: the call stays unchanged
+# returns the engine for a call's keywords, or None to leave the call unchanged
 EngineOf = Callable[[dict[str, Any]], Engine | None]
 
 
@@ -56,7 +58,7 @@ def _conv(
     activation: str | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     def function(rows: Tensor) -> Tensor:
-        if any(stride % ALIGNED for stride in rows.stride()[:-1]):  # as in a view of a projection
+        if any(stride % ALIGNED for stride in rows.stride()[:-1]):  # such as a view of a projection
             rows = rows.clone(memory_format=torch.contiguous_format)
         return original(rows.mT, weight, bias, activation=activation).mT
 
@@ -89,7 +91,7 @@ def _mamba2(
         return _decayed(out, state.mT, readout, dt * rates)
 
     settings = {"return_final_states": True}
-    # not inside the function, where the dt of padding is 0
+    # not inside the function, because padding needs dt = 0 there
     dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     cell = Cell(B.shape[-1], x.shape[-1], decays=True)
@@ -97,16 +99,21 @@ def _mamba2(
 
 
 def _decayed(out: Tensor, state: Tensor, readout: Tensor, log_decay: Tensor) -> Rows:
-    """Return the rows of a state that decays; readout: (N, L, groups, K), log_decay: (N, L, H)."""
+    """Return the rows of a layer whose state decays.
+
+    Args:
+        readout: (N, L, groups, K).
+        log_decay: (N, L, H).
+    """
     decay = log_decay.to(sum_dtype(log_decay.dtype)).cumsum(1).exp()  # a sum in bf16 stops growing after 256 tokens
     return Rows(out, state, readout, decay[:, -1, :, None, None], decay)
 
 
 def _fused(engine: Engine, original: Callable, *args: Any, **kwargs: Any) -> None:
-    """Return None, which makes a Mamba-2 mixer continue in separate steps."""
+    """Return None, so that a Mamba-2 mixer falls back to its unfused steps."""
 
 
-# functions of transformers' files, by what runs them in parts
+# kernel functions of transformers' files, with the adapter that runs each on parts of a sequence
 SEAMS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _conv,
     "torch_chunk_gated_delta_rule": _delta_rule,
@@ -116,12 +123,12 @@ SEAMS: dict[str, Callable[..., Any]] = {
 }
 # functions of Mamba-1, whose layers have a separate state for each channel
 UNKNOWN = {"mamba_selective_scan", "mamba_inner_fn"}
-# attributes of a module with lightning attention, whose forward calls no function for it
+# buffers of lightning attention modules, which compute attention inline instead of calling a function
 LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether a module has a layer that an `Engine` can run, and uses its class's own forward."""
+    """Return whether a module has a layer that an `Engine` can run, and uses the forward of its class."""
     is_own = "forward" not in vars(module) or hasattr(module, PLAIN) or is_overridden(module, "forward")
     return is_own and (bool(_seams(module)) or _is_lightning(module))
 
@@ -135,7 +142,9 @@ def use_torch(model: nn.Module) -> None:
 
 
 def _in_torch(function: Callable) -> Callable:
-    """Return transformers' own function, with short chunks, from inside a function that may call a kernel instead."""
+    """Return the torch implementation behind a transformers function that may dispatch to a kernel, with short
+    chunks.
+    """
     function = inspect.unwrap(function)
     chunk = inspect.signature(function).parameters.get("chunk_size")
     has_default = chunk is not None and chunk.default is not chunk.empty
@@ -172,8 +181,9 @@ def _called(run: Callable, original: Callable, engine_of: EngineOf, *args: Any, 
 def _lightning(
     forward: Callable, engine_of: EngineOf, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a module with lightning attention. The product comes from its own forward, on a stand-in with nothing
-    else."""
+    """Run a lightning attention module. The module's own forward computes the product on a stand-in object without
+    projections and norms.
+    """
     engine = engine_of(kwargs)
     if engine is None:
         return forward(module, hidden_states, *args, **kwargs)
@@ -207,7 +217,7 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Shared:
-    """Runs layers over a sequence that ranks share."""
+    """An engine that runs layers over a sequence shared by ranks."""
 
     runtime: Runtime
     layout: BatchLayout | None
@@ -232,7 +242,7 @@ class _Shared:
 
 
 def check(modules: Iterable[nn.Module]) -> None:
-    """Raise ConfigError if a mixer that a look found in the small copy is not a mixer in the model itself."""
+    """Raise ConfigError if a mixer found in the small copy is not a mixer in the model itself."""
     for module in modules:
         if not is_mixer(module):
             raise ConfigError(
@@ -242,7 +252,7 @@ def check(modules: Iterable[nn.Module]) -> None:
 
 
 def share(module: nn.Module, sp: SequenceParallel) -> None:
-    """Make a mixer run over the sequences that ranks share, in forwards that are not local."""
+    """Make a mixer run over the sequences that ranks share, except in local forwards."""
 
     def engine_of(keywords: dict[str, Any]) -> Engine | None:
         context: ForwardContext | None = keywords.get(KEYWORD) or between_graphs(current)()

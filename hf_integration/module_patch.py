@@ -1,5 +1,6 @@
-"""What a patch has added to a module, kept in one attribute, and how to remove it all. A copy of the module has its own
-copy of this attribute, so a copied model is patched, and restored, independently.
+"""Record and undo the changes that a patch makes to a module. One attribute of the module stores all changes.
+
+A copy of the module has its own copy of the attribute, so a copied model is patched and restored independently.
 """
 
 from __future__ import annotations
@@ -20,33 +21,35 @@ ATTRIBUTE = "_sequence_parallel"
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ModulePatch:
-    """What a patch has added to one module."""
+    """The changes that a patch has made to one module."""
 
-    sp: Any = None  # for modules that attend: the SequenceParallel
-    mask: Any = None  # for modules that attend: their Mask
-    chunk: int | None = None  # the length of the chunks of a document that see only themselves
-    # of a module with an index: those of the model that run on all of a rank's tokens at once, where all of them can
+    sp: Any = None  # for attention modules: the SequenceParallel
+    mask: Any = None  # for attention modules: the Mask
+    chunk: int | None = None  # the chunk length of chunked attention
+    # for a module with an index: all index modules of the model, which run on all local tokens at once if possible
     selecting: list[nn.Module] = dataclasses.field(default_factory=list)
-    head_chunks: int = 1  # if this is a copy with one head chunk: their number
+    head_chunks: int = 1  # for a copy with one head chunk: the number of head chunks
     model: Any = None  # for a base model: the Patch of its model
-    base: str | None = None  # for a model: the name of the module that heads call, if it is not the base model
-    # name of an attribute -> (what it was replaced by, {} or {name: what it was})
+    base: str | None = None  # for a model: the name of the module that heads call, if not the base model
+    # (new value, {} or {name: old value}) for each attribute name
     replaced: dict[str, tuple[Any, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     hooks: list[RemovableHandle] = dataclasses.field(default_factory=list)
 
 
 def patch_on(module: nn.Module) -> ModulePatch | None:
-    """Return what a patch has added to a module; None if nothing."""
+    """Return the changes that a patch has made to a module, or None if there are no changes."""
     return vars(module).get(ATTRIBUTE)
 
 
 def patched(module: nn.Module) -> ModulePatch:
-    """Return what a patch has added to a module, so that more can be added."""
+    """Return the changes that a patch has made to a module, creating an empty record if necessary."""
     return vars(module).setdefault(ATTRIBUTE, ModulePatch())
 
 
 def override(module: nn.Module, name: str, value: Any) -> None:
-    """Replace an attribute of a module until `restore`, unless others have replaced it since."""
+    """Replace an attribute of a module until `restore`. If other code replaces the attribute again, `restore` keeps the
+    later value.
+    """
     replaced, own = patched(module).replaced, vars(module)
     before = {name: own[name]} if name in own else {}
     if is_overridden(module, name):
@@ -56,8 +59,10 @@ def override(module: nn.Module, name: str, value: Any) -> None:
 
 
 def override_forward(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Make function(forward, module, ...) compute a module's forward until `restore`, and the previous `forward`
-    afterwards. So others may wrap and keep it. It has the signature of `forward`.
+    """Make function(forward, module, ...) compute a module's forward until `restore`.
+
+    Other code may wrap and keep the new `forward`, which has the same signature and calls the previous `forward` after
+    `restore`.
     """
     own = vars(module).get("forward")
     forward = type(module).forward if own is None else own.__func__
@@ -70,20 +75,20 @@ def override_forward(module: nn.Module, function: Callable[..., Any]) -> None:
 
 
 def is_overridden(module: nn.Module, name: str) -> bool:
-    """Return whether an attribute of a module is still the one that `override` set."""
+    """Return whether an attribute of a module still has the value that `override` set."""
     own = patch_on(module)
     return own is not None and name in own.replaced and vars(module).get(name) is own.replaced[name][0]
 
 
 def restore(*models: nn.Module) -> None:
-    """Remove what a patch has added to all modules of some models."""
+    """Undo a patch's changes to all modules of the given models."""
     for module in dict.fromkeys(module for model in models for module in model.modules()):
         if (own := patch_on(module)) is None:
             continue
         for hook in own.hooks:
             hook.remove()
         for name, (_, before) in own.replaced.items():
-            # ZeRO-3 reads the mark again of a module that it has hooked
+            # ZeRO-3 still reads LEAF on modules that it has hooked
             if is_overridden(module, name) and not (name == LEAF and hasattr(module, ZERO_ID)):
                 del vars(module)[name]
                 vars(module).update(before)

@@ -1,5 +1,7 @@
-"""Noise in training: each rank draws its own for its tokens; the ranks of a sequence draw the same for whole
-tensors."""
+"""Noise in training: each rank draws its own random numbers for its tokens.
+
+For whole tensors, all ranks of a sequence draw the same random numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,51 +20,54 @@ from ds_seqpar.guards.mismatch_hints import RANDOM
 
 from .compat import NEFTUNE
 
-NUMBERS = re.compile(r".*(drop|jitter|noise).*")  # names of numbers that set noise
+NUMBERS = re.compile(r".*(drop|jitter|noise).*")  # names of settings that control noise
 
 
 class OwnNoise:
-    """The noise of one forward over this rank's tokens, until `end`.
+    """Random numbers for this rank's tokens during one forward, until `end`.
 
     Args:
-        sp: The SequenceParallel of the model. One rank draws as a plain model does.
+        sp: The SequenceParallel of the model. A single rank draws like the plain model.
         model: The model.
-        tokens: The number of this rank's tokens of a row.
-        layout: The batch's layout; None: sequences are shared equally.
+        tokens: The number of this rank's tokens in each row.
+        layout: The batch's layout, or None if sequences are divided equally.
     """
 
     def __init__(self, sp: SequenceParallel, model: nn.Module, tokens: int, layout: BatchLayout | None) -> None:
         self.stream = own_stream(sp) if sp.size > 1 else None
         self.neftune = {module: vars(module)[NEFTUNE] for module in model.modules() if NEFTUNE in vars(module)}
         length = tokens * sp.size if layout is None else layout.tokens // (layout.rows or 1)
-        for module, alpha in self.neftune.items():  # the hook divides it by the root of this rank's tokens
+        for (
+            module,
+            alpha,
+        ) in self.neftune.items():  # NEFTune's hook divides alpha by the square root of the local token count
             setattr(module, NEFTUNE, alpha * (tokens / length) ** 0.5)
 
     def end(self) -> list[Tensor] | None:
-        """Return to the shared stream, and return its state; None on one rank."""
+        """Switch back to the shared random stream and return the stream's state, or None on a single rank."""
         for module, alpha in self.neftune.items():
             setattr(module, NEFTUNE, alpha)
         return None if self.stream is None else self.stream.end()
 
 
 def own_stream(sp: SequenceParallel) -> OwnStream:
-    """Begin this rank's own stream, which no other rank of any sequence has."""
+    """Start a random stream that no other rank uses."""
     return OwnStream(sp.device, sp.data_rank, sp.rank)
 
 
 def drawn_since(sp: SequenceParallel, states: list[Tensor]) -> dict[str, str]:
-    """Return what ranks compare of the random states from which they drew for whole tensors; {} if none has drawn."""
+    """Return a hash of `states` for comparison between ranks if random numbers were drawn since, otherwise {}."""
     drawn = not all(map(torch.equal, states, torch_states(sp.device)))
     return {RANDOM: str(seed_of(states))} if drawn else {}
 
 
 def noise_of(owner: object) -> dict[str, float]:
-    """Return the numbers of a config or a module that set noise in training, by name."""
+    """Return the floats of a config or module that control noise in training, by name."""
     return {name: x for name, x in vars(owner).items() if type(x) is float and NUMBERS.fullmatch(name)}
 
 
 def noise_numbers(model: nn.Module) -> Counter[str]:
-    """Return the numbers above 0 that set a model's noise in training, as NAME VALUE, with how often each occurs."""
+    """Count the nonzero noise settings of a model's configs and modules, by "NAME VALUE"."""
     numbers: list[tuple[str, float]] = []
     for owner in (*configs_of(model), *model.modules()):
         numbers += noise_of(owner).items()

@@ -12,16 +12,18 @@ from ds_seqpar.base.compat import missing
 
 
 def rebound(function: Any, names: dict[str, Any], breaks: str) -> Any:
-    """Return a copy of a function that has these globals; of a decorated one, the function inside has them.
+    """Return a copy of a function with some globals replaced. In a decorated function, the globals of the inner
+    function are replaced.
 
     Args:
         function: A function of another package.
-        names: The globals.
-        breaks: What does not work without them, for the error message.
+        names: The replacement globals by name.
+        breaks: The feature that needs the replacement, for the error message.
 
     Raises:
-        ConfigError: The function does not read one of these names, for example in another release, so the copy would
-        run as before; or its decorator does not call it through a closure.
+        ConfigError: The function does not read one of the names, perhaps in another release of the package, so
+            replacing the name would have no effect. The error is also raised if a decorator does not call the function
+            through a closure.
     """
     inside, scope, closure = getattr(function, "__wrapped__", None), function.__globals__, function.__closure__
     place = f"{function.__module__}:{function.__qualname__}"
@@ -34,15 +36,18 @@ def rebound(function: Any, names: dict[str, Any], breaks: str) -> Any:
         closure = tuple(rebound_inside if cell.cell_contents is inside else cell for cell in closure or ())
         if rebound_inside not in closure:
             raise missing(f"{place} in the closure of its decorator", breaks)
-    code = function.__code__.replace()  # torch.compile keeps, by code, what it puts into globals
+    code = (
+        function.__code__.replace()
+    )  # a new code object, since torch.compile caches entries of globals per code object
     copied = types.FunctionType(code, scope, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return functools.update_wrapper(copied, function)
 
 
 def globals_read(function: Any) -> frozenset[str]:
-    """Return the names that a function and its inner functions read as globals; {} for any other object. An attribute
-    of an object, such as `accelerator.gather`, is not included.
+    """Return the names that a function and its inner functions read as globals; empty for any other object.
+
+    Attributes of objects, such as `accelerator.gather`, are not included.
     """
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return frozenset() if code is None else _globals_of(code)

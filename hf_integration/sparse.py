@@ -1,8 +1,10 @@
-"""Modules with latents and an index that run once on all of a rank's tokens, and attend to what their queries select.
-The module's own code runs. Its cache and its mask are one object of ours, which gathers the latents and the index keys.
-The index computes its scores from these keys in several steps. In their place it gets an object that records what it is
-multiplied by, and computes scores in blocks when the greatest are requested. Finally the module calls our attention,
-with the indices, as it would call a kernel. In a decode step the same objects hold this rank's part of what was kept.
+"""Run modules with latents and an index once on all of a rank's tokens, attending to the keys that the index selects.
+
+The module's own code runs unchanged. A `Selection` serves as both the cache and the mask of the module, and gathers the
+latents and index keys. The index normally multiplies keys by queries and weights to compute scores. With a `Selection`,
+the index instead multiplies a `_Scores` object, which records the factors and computes scores in blocks when the index
+requests the top k. The module finally calls our attention function with the selected indices, as it would call a
+kernel. In a decode step the same objects work on this rank's part of the cache.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from .compat import ATTENTION
 from .latent import EXPAND, PROJECTION, is_linear, matrix_of
 
 NAME = "ds_seqpar_sparse"  # the name of our attention function in transformers
-LATENT, INDEX = "latent", "index"  # the kinds of tensors that a selection gathers or keeps
+LATENT, INDEX = "latent", "index"  # the kinds of tensors that a selection gathers or stores
 Keep = Callable[[str, Tensor], Tensor]
 
 
 class Selection:
-    """The object that a module sees as its cache and its mask.
+    """An object that a module uses as its cache and as its mask.
 
     Args:
-        pieces: The tokens that the module runs on.
-        gather: Returns tensors of all tokens, of those of the rank's (B, local tokens, ...).
-        tokens: The number of the rank's tokens: 0 if the module runs on one token that stands in for none.
-        keep: (LATENT or INDEX, the rank's tensor) -> that of all tokens, in a forward that keeps them; None: `gather`
-        is used.
+        pieces: The pieces of tokens that the module runs on.
+        gather: Collects tensors of all tokens from this rank's tensors (B, local tokens, ...).
+        tokens: The number of this rank's tokens, or 0 if the module runs on one dummy token.
+        keep: Stores this rank's tensor, given LATENT or INDEX, and returns the tensor of all tokens. None to use
+            `gather` and store nothing.
     """
 
     dtype = torch.bool  # the dtype of a mask
@@ -67,7 +69,7 @@ class Selection:
         return _Scores(self, self.keep(INDEX, keys[:, : self.tokens]))
 
     def seen(self, keys: Tensor) -> int:
-        """Return the number of tokens to which these keys belong."""
+        """Return the number of tokens that the keys belong to."""
         return keys.shape[1]
 
     def pick(self, q: Tensor, weights: Tensor, keys: Tensor, count: int, scale: float) -> Tensor:
@@ -79,13 +81,13 @@ class Selection:
 
 
 class StepSelection(Selection):
-    """A `Selection` for a decode step, in which a rank has the new token of each row and a part of what was kept.
+    """A `Selection` for a decode step, in which a rank has each row's new token and a part of the cache.
 
     Args:
         runtime: This rank's runtime among all ranks that share the sequence (`Runtime.one_ring`).
-        counts: How many tokens of each row the rank has, or one number for all rows.
+        counts: How many tokens of each row the rank stores, or one number for all rows.
         position: The position of the new token of the longest row.
-        keep: (LATENT or INDEX, the new tokens' tensor) -> this rank's.
+        keep: Stores the new tokens' tensor, given LATENT or INDEX, and returns this rank's stored tensor.
     """
 
     def __init__(self, runtime: Runtime, counts: Sequence[int], position: int, keep: Keep) -> None:
@@ -103,8 +105,7 @@ class StepSelection(Selection):
 
 
 class _Scores:
-    """An index's keys, then its scores by head, then their sums, following the steps in which a module computes
-    them."""
+    """A stand-in for index keys and scores that records every multiplication in the module's score computation."""
 
     def __init__(self, selection: Selection, keys: Tensor) -> None:
         self.selection, self.keys, self.factors, self.scale = selection, keys, list[Tensor](), 1.0
@@ -113,7 +114,7 @@ class _Scores:
 
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        """Record what keys or scores are multiplied by, and leave ReLU to `top_keys`."""
+        """Record the factors of keys and scores, and skip ReLU, which `top_keys` applies."""
         if function is torch.matmul and isinstance(args[1], cls):
             args[1].factors.append(args[0])
             return args[1]
@@ -141,7 +142,9 @@ def selects(module: Any) -> bool:
 
 
 def can_run(modules: Sequence[nn.Module]) -> bool:
-    """Return whether all modules can run in this way, since one reuses what another has selected."""
+    """Return whether all modules support a `Selection`. Modules reuse one another's selections, so either all or none
+    use a `Selection`.
+    """
     return bool(modules) and all(is_linear(module) for module in modules)
 
 
@@ -172,7 +175,7 @@ def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
 
 
 def _rejoined(a: Tensor, b: Tensor) -> Tensor:
-    """Return two tensors joined along their last dim, without a copy if they are neighboring parts of one tensor."""
+    """Return two tensors joined along their last dim. Adjacent views of one tensor are joined without a copy."""
     end, storages = a.storage_offset() + a.shape[-1], {x.untyped_storage().data_ptr() for x in (a, b)}
     if a.requires_grad or a.stride() != b.stride() or b.storage_offset() != end or len(storages) > 1:
         return torch.cat([a, b], -1)
@@ -191,9 +194,9 @@ def _attention(
     s_aux: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface, with a latent (B, T, R) and its matrix in place of keys and values.
+    """Implement transformers' attention interface for a latent (B, T, R) and its matrix instead of keys and values.
 
-    Queries and latents get the dtype of the matrix, since under autocast RoPE may mix fp32 into them.
+    Queries and latents are cast to the dtype of the matrix, since RoPE may mix fp32 into them under autocast.
     """
     q, latent = query.transpose(1, 2).to(value.dtype), key.to(value.dtype)
     return attention_mask.attend(q, latent, value, indices, scaling, s_aux), None

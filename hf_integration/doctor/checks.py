@@ -1,4 +1,4 @@
-"""Check a transformers model: its weights on all ranks, and its small copy, unsplit and shared, through one step."""
+"""Check a transformers model: its weights on all ranks, and one training step of its small copy, unsplit and shared."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from ..look.small import small_copy, tokens_for
 from ..model.patch import patch_by, unpatch_attention
 from ..model.weights import fingerprint_of_bits, is_whole
 
-NOISE = 8  # a step may differ by this multiple of the effect of rounding-sized noise on the embeddings
-LEAST = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}  # but at least by this much
-RATE = 0.1  # the learning rate of the step: large enough for weights in 16 bits
-UNSURE = 1e-3  # the share of the greatest gradient below which a weight's step is not compared
+NOISE = 8  # the maximum difference of steps, as a multiple of the effect of rounding-sized noise on the embeddings
+LEAST = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}  # the minimum tolerance
+RATE = 0.1  # the learning rate of the step, large enough to change 16-bit weights
+UNSURE = 1e-3  # steps are not compared for weights with gradients below this fraction of the maximum
 STEP, STEP_CHECK = "step of ", "optimizer step"
 # the keys of a DeepSpeed JSON that change gradients or steps
 TRAINING = (
@@ -40,12 +40,12 @@ TRAINING = (
     "data_types", "prescale_gradients", "gradient_predivide_factor", "torch_autocast", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 )  # fmt: skip
-# first kind of batch in which a model differs -> what is wrong
+# the cause of a difference, by the first kind of batch that shows it
 CAUSES = {"padded": "padding is not masked: ", "packed": "documents are not kept apart: "}
 
 
 def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
-    """Compare every parameter and buffer across all ranks: its shape and dtype, whether it is trained, and its bits."""
+    """Compare shape, dtype, bits and trained status of every parameter and buffer across all ranks."""
     fields, whole = dict[str, str](), sum(map(is_whole, job.model.parameters()))
     for name, x in (*job.model.named_parameters(), *job.model.named_buffers()):
         form = f"{'trained' if x.requires_grad else 'frozen'} {str(x.dtype).removeprefix('torch.')} {whole_shape(x)}"
@@ -60,7 +60,7 @@ def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
 def loss_and_gradients(job: Job) -> list[Finding]:
     """Compare a small fp32 copy, patched and unpatched: loss, outputs and all gradients, for three kinds of batches."""
     model = unwrapped(job.model)
-    model = model if is_plain_head(model) else model.base_model  # a loss of one's own may count padding
+    model = model if is_plain_head(model) else model.base_model  # a custom loss may count padding
     facts = facts_of(model)
     outcome = compared(model, job.sp, facts, lambda small: patch_by(small, small, job.sp, facts), unpatch_attention)
     detail = f"of a small copy, in plain, padded and packed batches, within {outcome.largest:.1e}"
@@ -70,12 +70,12 @@ def loss_and_gradients(job: Job) -> list[Finding]:
 
 
 def step(job: Job) -> list[Finding]:
-    """Compare one DeepSpeed engine step on two small copies: one that shares sequences and one that does not."""
+    """Compare one DeepSpeed engine step on two small copies, one of which shares sequences."""
     model, sp = unwrapped(job.model), job.sp
     if not is_plain_head(model):
         return [Finding(check=STEP_CHECK, status="not tried", detail=f"a {type(model).__name__} has a loss of its own")]
     content, accumulation, silent = _content(job.content), sp.accumulation_steps, logging.root.manager.disable
-    logging.disable(logging.INFO)  # DeepSpeed's messages about each engine
+    logging.disable(logging.INFO)  # hides DeepSpeed's messages about each engine
     try:
         start()
         plain, noisy, shared = (_step(job, content, **how) for how in ({}, {"noise": True}, {"shared": True}))
@@ -85,7 +85,7 @@ def step(job: Job) -> list[Finding]:
         gc.collect()  # engines are in reference cycles
     for name, gradient in plain[GRADIENT].items():
         sure = gradient.abs() > UNSURE * gradient.abs().max()
-        for other in (noisy, shared):  # Adam steps by the sign, which rounding may flip
+        for other in (noisy, shared):  # Adam's step depends on the sign, which rounding may flip
             sure &= (other[GRADIENT][name] - gradient).abs() <= gradient.abs() / 2
         for one in (plain, noisy, shared):
             one[STEP][name.replace(GRADIENT, STEP)] *= sure
@@ -93,7 +93,7 @@ def step(job: Job) -> list[Finding]:
     for kind in plain:
         noise = NOISE * difference(plain[kind], noisy[kind], math.inf, 2)[1]
         allowed = max(LEAST[dtype], TOLERANCE[sp.config.comm_dtype], noise)
-        differs, gap = difference(plain[kind], shared[kind], allowed, 2)  # few neurons may turn
+        differs, gap = difference(plain[kind], shared[kind], allowed, 2)  # a few neurons may switch on or off
         wrong = wrong or differs
         figures.append(f"{gap:.1e} of {allowed:.1e}")
     setting = f"ZeRO-{content.get('zero_optimization', {}).get('stage', 0)}, {content['optimizer']['type']}, {dtype}"
@@ -104,7 +104,7 @@ def step(job: Job) -> list[Finding]:
 
 
 def _content(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a DeepSpeed JSON on which a step of the small copy depends."""
+    """Return the part of a DeepSpeed JSON that affects a step of the small copy."""
     kept = without_auto({name: content[name] for name in TRAINING if name in content})
     optimizer = kept.get("optimizer") or {"type": "AdamW", "params": {"torch_adam": True}}
     kept["optimizer"] = {**optimizer, "params": {**optimizer.get("params", {}), "lr": RATE}}
@@ -121,12 +121,12 @@ def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool =
     Args:
         job: The job under examination.
         content: The DeepSpeed JSON.
-        shared: Whether groups share sequences; if not, each rank computes the sequences of all groups.
+        shared: Whether groups share sequences; otherwise each rank computes the sequences of all groups.
         noise: Whether to add noise to the embeddings, as large as the rounding error of their dtype.
     """
     model, sp = unwrapped(job.model), job.sp
     small, steps = small_copy(model, sp.device)[0].train(), content["gradient_accumulation_steps"]
-    set_balance_weight(small, 0.0)  # which is a mean over the tokens of a batch, and batches differ here
+    set_balance_weight(small, 0.0)  # a balance loss depends on how tokens are batched, which differs here
     if noise:
         eps = torch.finfo(getattr(torch, DeepSpeedJson.read(content).known.dtype)).eps
         weight = small.get_input_embeddings().weight
@@ -139,7 +139,7 @@ def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool =
         patch_by(small, small, sp, facts := facts_of(model))
         engine = initialize(model=small, config=content, sequence_parallel=sp, check_loss=False, doctor=False)[0]
         microbatches = [{name: x[sp.data_rank, None] for name, x in batch.items()} for batch in microbatches]
-        if facts.shift_labels:  # others take whole batches alone
+        if facts.shift_labels:  # other losses support only whole batches
             microbatches = sp.shard_batches(microbatches)
     else:
         engine = deepspeed.initialize(model=small, config=content)[0]
@@ -165,7 +165,7 @@ CHECKS = (("weights", weights), ("loss and gradients", loss_and_gradients), (STE
 
 
 def shape_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the fields of a Job that a model's attention determines."""
+    """Return the Job fields that depend on the model's attention."""
     text, numbers, lengths = text_config(model.config), heads(model), windows(model)
     head_dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // numbers[0]
     window = min((length for length in lengths if length is not None), default=None)
@@ -174,7 +174,7 @@ def shape_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def model_of(place: str | None, ranks: int) -> PreTrainedModel:
-    """Return a model on the meta device: that of a folder's config, or a Llama that this number of ranks can share."""
+    """Return a model on the meta device: built from a folder's config, or a Llama that `ranks` ranks can share."""
     q_heads = 8 * -(-ranks // 8)
     config = LlamaConfig(num_attention_heads=q_heads, num_key_value_heads=q_heads // 4, hidden_size=64, head_dim=64,
                          intermediate_size=128, vocab_size=256, num_hidden_layers=2)  # fmt: skip

@@ -1,1 +1,1 @@
-"""Generation with a patched model: prompts are sharded, and each rank keeps a part of the cache."""
+"""Generation with a patched model: prompts are sharded, and each rank stores part of the cache."""

@@ -1,12 +1,13 @@
-"""A cache in parts: each rank keeps the keys and values of its own tokens.
+"""A sharded cache: each rank stores the keys and values of its own tokens.
 
-`past_key_values` stays transformers' DynamicCache; its layers are replaced by `ShardedLayer`s, which share one
-`KeptTokens`: how many tokens the rows have, and which of them each rank keeps. A layer stores the tensors that reached
-its attention, with all key/value heads, so a rank keeps 1/size of the tokens under any schedule and any Ulysses size.
-Layers that gather keys store what was gathered, for all tokens, on every rank.
+`past_key_values` remains a transformers DynamicCache, but its layers are replaced by `ShardedLayer`s. All layers share
+one `KeptTokens`, which records the number of tokens in each row and the rank that stores each token. A layer stores the
+tensors that reached its attention, with all key/value heads. Each rank therefore stores 1/size of the tokens under any
+schedule and any Ulysses size. Layers that gather keys store the gathered tensors of all tokens on every rank.
 
-Rows with padding are compacted before they are sharded: a row's real tokens come first. Padding after them is computed
-but never seen. So each row has its own number of tokens, and its own number of keys on each rank.
+Rows with padding are compacted before sharding: a row's real tokens come first. Padding after the real tokens is
+computed but never attended to. Rows can therefore differ in their number of tokens, and in their number of keys on each
+rank.
 """
 
 from __future__ import annotations
@@ -30,34 +31,37 @@ from ds_seqpar.core.compiler.sharding.shards import length
 from ..gathered_past import KEYS, Taken
 from ..look.facts import text_config
 
-ENTRIES = -1  # the number of a name's entries among its tensors
-BLOCK = 256  # a rank's buffers have room for a multiple of this number of tokens
+ENTRIES = -1  # the index of the compressed entries among the tensors of one name
+BLOCK = 256  # the capacity of a rank's buffers is a multiple of this number of tokens
 SERVES = "a forward with a cache"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The tokens that rows have, and which of them each SP rank keeps. It describes one row, or all rows if they are
-    equal."""
+    """The tokens of one row and the SP rank that stores each token. Rows of equal length share one `Row`."""
 
-    tokens: int  # hence the position of the next one
+    tokens: int  # also the position of the next token
     runs: tuple[Runs, ...]  # the runs of each SP rank, ascending
 
     def kept_before(self, rank: int, position: int) -> int:
-        """Return how many tokens before a position a rank keeps."""
+        """Return how many tokens a rank stores before a position."""
         return sum(max(0, between(run, 0, position)[1][2]) for run in self.runs[rank])
 
     def kept(self, rank: int) -> int:
         return length(self.runs[rank])
 
     def kept_from(self, first: int) -> tuple[Runs, ...]:
-        """Return each rank's runs of the tokens from position `first` on, counted from there."""
+        """Return each rank's runs of the tokens from position `first` on, counted from `first`."""
         cut = [[between(run, first, self.tokens)[1] for run in runs] for runs in self.runs]
         return tuple(tuple(Run(a - first, step, n) for a, step, n in runs if n > 0) for runs in cut)
 
     def with_new(self, runs: Sequence[Runs], tokens: int) -> Row:
-        """Return the row with this number of further tokens. runs: The runs of each rank, counted from the first new
-        token."""
+        """Return the row extended by `tokens` tokens.
+
+        Args:
+            runs: The runs of each rank, counted from the first new token.
+            tokens: The number of new tokens.
+        """
         new = [[between(run, 0, tokens)[1] for run in of_rank] for of_rank in runs]
         shifted = [[Run(a + self.tokens, step, n) for a, step, n in of_rank if n > 0] for of_rank in new]
         joined = tuple(_joined((*old, *more)) for old, more in zip(self.runs, shifted, strict=True))
@@ -65,13 +69,12 @@ class Row:
 
 
 def slices_of(rows: Sequence[Row]) -> list[slice]:
-    """Return which rows of a tensor each of these describes."""
+    """Return the slice of the batch dimension that each `Row` describes."""
     return [slice(None)] if len(rows) == 1 else [slice(i, i + 1) for i in range(len(rows))]
 
 
 def _joined(runs: Sequence[Run]) -> Runs:
-    """Return ascending runs, with those joined that continue a run in equal steps: of decoded tokens a rank keeps every
-    size-th."""
+    """Merge ascending runs that continue one another in equal steps, such as every size-th decoded token of a rank."""
     joined: list[Run] = []
     for run in runs:
         last = joined[-1] if joined else None
@@ -84,17 +87,17 @@ def _joined(runs: Sequence[Run]) -> Runs:
 
 
 class KeptTokens:
-    """Which tokens the ranks keep in a cache. It is equal on all ranks apart from the tensors.
+    """The tokens that each rank stores in a cache. All ranks have equal copies of the `KeptTokens`.
 
     Attributes:
         count: The number of rows.
-        rows: One `Row` for all rows or, after a row had padding, one for each row.
+        rows: One `Row` for all rows, or one for each row if a row ever had padding.
         columns: The number of tokens of a row, including padding.
-        real: (rows, columns) bool, on the CPU: where real tokens are in the columns, or in the first of them; further
-            columns have no padding. None: no column has any.
-        inner: For each row, the padding between its tokens, if it has been counted.
-        turn: The number of decoded tokens so far; their keys and values go to ranks in turn.
-        order: A number that identifies how rows have been reordered and selected so far.
+        real: (rows, columns) bool, on the CPU: whether each token is real. Trailing columns without padding may be
+            missing. None if no column has padding.
+        inner: For each row, the number of padding columns between its tokens; empty until counted.
+        turn: The number of decoded tokens so far. Ranks take turns storing decoded tokens.
+        order: A hash of all reorderings and selections of rows so far.
         running: Whether a forward has begun and not yet ended.
     """
 
@@ -129,7 +132,7 @@ class KeptTokens:
 class Held:
     """The keys and values of one attention on this rank: (rows, kv_heads, capacity, head_dim).
 
-    Attention with a window drops the tokens that no later query sees: the first `first` tokens of this rank are gone.
+    Windowed attention drops the tokens that no later query sees, so this rank's first `first` tokens are missing.
     """
 
     def __init__(self) -> None:
@@ -137,14 +140,14 @@ class Held:
         self.first = 0
 
     def store(self, k: Tensor, v: Tensor, before: KeptTokens, after: Sequence[Row], lowest: Sequence[int]) -> None:
-        """Keep new tokens, and drop those before the positions `lowest` of each row.
+        """Store new tokens, and drop the tokens before each row's position in `lowest`.
 
         Args:
-            k: (rows, new tokens, kv_heads, head_dim); of each row the first tokens are kept.
-            v: Their values.
-            before: What was kept before.
-            after: What is kept afterwards.
-            lowest: For each of `after`, the first position that is still seen.
+            k: (rows, new tokens, kv_heads, head_dim), real tokens first in each row.
+            v: The new tokens' values.
+            before: The tokens stored before the call.
+            after: The tokens stored after the call.
+            lowest: For each of `after`, the first position that later queries see.
         """
         rank = before.sp.rank
         old, new = [row.kept(rank) for row in before.rows], [row.kept(rank) for row in after]
@@ -153,24 +156,24 @@ class Held:
         first = min(row.kept_before(rank, position) for row, position in zip(after, lowest, strict=True))
         first = max(self.first, first)
         capacity, known = max(new) - first, self.keys.dim() == 4
-        # by a quarter: the allocator cannot reuse a buffer for the next layer's if that is larger by a few tokens
+        # growing by a quarter lets the allocator reuse a freed buffer for the next layer's, slightly larger one
         capacity = -(-(capacity + capacity // 4 * known) // BLOCK) * BLOCK
         fits = known and max(new) - self.first <= self.keys.shape[2]
-        frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()  # only that mode may write there
+        frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()  # writable only in inference mode
         if not fits or frozen or first - self.first >= BLOCK:
             self.keys, self.values = (
                 self._moved(kept, x, capacity, first, max(old)) for kept, x in ((self.keys, k), (self.values, v))
             )
             self.first = first
         for rows, a, b in zip(slices_of(after), old, new, strict=True):
-            skipped = max(0, self.first - a)  # of a long prompt, what no window sees anymore
+            skipped = max(0, self.first - a)  # tokens of a long prompt that no window sees anymore
             if b - a > skipped:
                 place = slice(a + skipped - self.first, b - self.first)
                 self.keys[rows, :, place] = k[rows, skipped : b - a].transpose(1, 2)
                 self.values[rows, :, place] = v[rows, skipped : b - a].transpose(1, 2)
 
     def _moved(self, kept: Tensor, x: Tensor, capacity: int, first: int, count: int) -> Tensor:
-        """Return a buffer for x's heads that holds what is kept from this rank's token `first` on."""
+        """Return a new buffer for x's heads with the stored tokens from this rank's token `first` on."""
         moved = x.new_empty(x.shape[0], x.shape[2], capacity, x.shape[3])
         if kept.dim() == 4 and count > first:
             moved[:, :, : count - first] = kept[:, :, first - self.first : count - self.first]
@@ -181,7 +184,7 @@ class Held:
         return self.keys.shape[0]
 
     def part(self, rows: slice, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of some of this rank's tokens: (rows, tokens, kv_heads, head_dim)."""
+        """Return the keys and values of a range of this rank's tokens: (rows, tokens, kv_heads, head_dim)."""
         place = slice(max(0, first - self.first), max(0, end - self.first))
         return tuple(x[rows, :, place].transpose(1, 2) for x in (self.keys, self.values))  # type: ignore[return-value]
 
@@ -191,14 +194,14 @@ class Held:
 
 
 class Replica:
-    """What a module gave its cache for all tokens, stored on every rank: by name (rows, capacity, ...).
+    """A module's cached tensors (rows, capacity, ...) for all tokens, by name. Every rank stores all tokens.
 
     Args:
-        rate: The number of tokens that the module compresses into an entry; 0: it compresses none.
+        rate: The number of tokens that the module compresses into one entry, or 0 without compression.
 
     Attributes:
-        kept: What the module gave, and the entries into which it has compressed tokens.
-        first: The first token whose values are kept, if not all are.
+        kept: The stored tensors, and the entries of compressed tokens.
+        first: The first token whose values are still stored, by name.
     """
 
     def __init__(self, rate: int = 0) -> None:
@@ -220,8 +223,9 @@ class Replica:
         )
 
     def write(self, name: tuple[str, int], x: Tensor, rows: slice, count: int, at: int) -> Tensor:
-        """Store x (rows, n, ...) for some of `count` rows, at the places from `at` on. Return everything up to its
-        end."""
+        """Store x (rows, n, ...) in the given rows from place `at` on. Return the rows' stored values up to the end of
+        x.
+        """
         end, kept = at + x.shape[1], self.kept.get(name)
         frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
         if kept is None or kept.shape[1] < end or frozen:
@@ -230,11 +234,11 @@ class Replica:
         return self.kept[name][rows, :end]
 
     def drop(self, tokens: Sequence[int], window: int | None) -> None:
-        """Drop what later tokens do not need: keys before a window, and values already compressed into entries.
+        """Drop values that later tokens do not need: keys before a window, and values already compressed into entries.
 
         Args:
-            tokens: How many each row has.
-            window: The number of tokens that a query sees; None: all.
+            tokens: The number of tokens of each row.
+            window: The number of tokens that a query sees, or None for all.
         """
         compressed = {name for name, number in self.kept if number == ENTRIES}
         for name, number in [*self.kept]:
@@ -251,7 +255,9 @@ class Replica:
 
     @staticmethod
     def _moved(kept: Tensor, places: int) -> Tensor:
-        """Return a buffer for this many places with what is kept. A buffer that grows gets a quarter more."""
+        """Return a copy of the buffer with room for `places` tokens. A growing buffer reserves an extra quarter of
+        room.
+        """
         grown = places + places // 4 if kept.shape[1] else places
         moved = kept.new_empty(kept.shape[0], -(-grown // BLOCK) * BLOCK, *kept.shape[2:])
         moved[:, : kept.shape[1]] = kept
@@ -262,14 +268,14 @@ class Replica:
 
 
 class KeptRows:
-    """What a `Replica` holds for some rows with equally many tokens: a `gathered_past.Kept`.
+    """A view of a `Replica` for rows with the same number of tokens, which implements `gathered_past.Kept`.
 
     Args:
         replica: The replica of the module.
-        rows: Which rows of the batch these are.
-        count: How many rows the batch has.
-        before: How many tokens these rows have.
-        new: How many are new.
+        rows: The slice of the batch's rows.
+        count: The number of rows in the batch.
+        before: The number of tokens already in these rows.
+        new: The number of new tokens.
     """
 
     def __init__(self, replica: Replica, rows: slice, count: int, before: int, new: int) -> None:
@@ -291,7 +297,7 @@ class KeptRows:
 
 
 class ShardedLayer(CacheLayerMixin):
-    """A layer of a cache in parts. Attention itself stores keys and values; `update` stores nothing."""
+    """A layer of a sharded cache. Attention itself stores keys and values; `update` stores nothing."""
 
     def __init__(self, kept: KeptTokens, is_first: bool) -> None:
         super().__init__()
@@ -332,7 +338,7 @@ class ShardedLayer(CacheLayerMixin):
         self._select(lambda rows: rows.repeat_interleave(repeats))
 
     def _select(self, choose: Callable[[Tensor], Tensor]) -> None:
-        """Keep the rows that a function chooses from the numbers of all rows."""
+        """Keep the rows that `choose` selects."""
         if self.held:  # another layer's rows may have changed already
             chosen = choose(torch.arange(max(held.count for held in self.held), device="cpu"))
             for held in self.held:
@@ -348,13 +354,13 @@ class ShardedLayer(CacheLayerMixin):
 
 
 def kept_of(cache: object) -> KeptTokens | None:
-    """Return what ranks keep in a cache in parts; None for any other object."""
+    """Return the KeptTokens of a sharded cache, or None for any other object."""
     layers = getattr(cache, "layers", None) or [None]
     return layers[0].kept if isinstance(layers[0], ShardedLayer) else None
 
 
 def sharded(cache: Any, config: Any, sp: SequenceParallel) -> KeptTokens:
-    """Return what ranks keep in a cache. If the cache is still empty, its layers are replaced first.
+    """Return the KeptTokens of a cache. The layers of an empty DynamicCache are replaced first.
 
     Raises:
         InputError: The cache is of another kind, or was filled by one rank or by ranks of another SequenceParallel.

@@ -1,9 +1,10 @@
-"""A forward with a cache in parts: a prompt, a further prompt, or a decode step.
+"""A forward with a sharded cache: a first prompt, a further prompt, or a decode step.
 
-The tokens of a prompt are sharded as an evaluation batch is. They attend to one another with the configured schedule.
-They attend to what the ranks have kept with a ring over all of these ranks, in which queries or keys travel. The two
-results are merged. In a decode step all ranks compute the one new token of each row, and each attends to its own part
-of the cache. Layers that gather keys continue from what was gathered before, which every rank has.
+Prompt tokens are sharded like an evaluation batch. The new tokens attend to one another with the configured schedule.
+Attention to the cached tokens uses a ring over all ranks of the sequence, in which either queries or keys travel. The
+attention results for new and cached tokens are then merged. In a decode step all ranks compute the one new token of
+each row, and each rank attends to its own part of the cache. Layers that gather keys continue from the tensors gathered
+so far, which every rank stores.
 """
 
 from __future__ import annotations
@@ -47,22 +48,22 @@ from .cache import SERVES, Held, KeptRows, KeptTokens, Replica, Row, sharded, sl
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class CachedForward:
-    """One forward with a cache in parts.
+    """One forward with a sharded cache.
 
     Attributes:
         cache: The cache.
-        kept: What the ranks had kept before this forward, until `end`.
+        kept: The tokens stored before this forward; updated by `end`.
         count: The number of rows.
-        columns: The number of tokens of a row.
+        columns: The number of tokens of a row, including padding.
         positions: The whole position_ids, (rows, `tokens`) int64 or (axes, rows, `tokens`).
-        new: For each of `rows`, how many of these tokens are real.
-        real: (rows, columns) bool, on the CPU: where real tokens are in the columns so far, or in the first of them;
-            further columns have no padding. None: no column has any.
-        places: (rows, columns) int64: the index of each token among the row's real tokens, -1 for padding. None: there
-            is no padding.
-        rows: What the ranks keep after this forward, from `begin` on.
+        new: For each of `rows`, the number of new tokens that are real.
+        real: (rows, columns) bool, on the CPU: whether each token so far is real. Trailing columns without padding may
+            be missing. None if no column has padding.
+        places: (rows, columns) int64: the index of each token among the row's real tokens, -1 for padding. None without
+            padding.
+        rows: The tokens stored after this forward; set by `begin`.
         shards: Each SP rank's runs of the `tokens` tokens of a row; () in a decode step.
-        layout: The layout of these tokens; None: they are shared equally.
+        layout: The layout of the new tokens, or None if tokens are divided equally among ranks.
     """
 
     cache: Any
@@ -78,8 +79,8 @@ class CachedForward:
     layout: BatchLayout | None = None
     order: Tensor | None = None  # (rows, tokens): with padding, the column of each computed token
     logits: tuple[int, ...] | None = None  # the columns that get logits; None: all
-    calls: Counter[int] = dataclasses.field(default_factory=Counter)  # calls of each layer's attentions so far
-    made: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what all layers with the same mask share
+    calls: Counter[int] = dataclasses.field(default_factory=Counter)  # calls of each layer's attention so far
+    made: dict[Any, Any] = dataclasses.field(default_factory=dict)  # values that layers with the same mask share
 
     @property
     def is_decode(self) -> bool:
@@ -87,13 +88,15 @@ class CachedForward:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of a row that are computed: those of the longest row, but at least enough for each rank
-        to have some."""
+        """The number of computed tokens per row: the length of the longest row, but at least `sp.multiple` in padded
+        prompts.
+        """
         return self.columns if self.places is None else max(self.kept.sp.multiple, *self.new)
 
     def held_columns(self) -> Tensor:
         """Return the columns of this rank's tokens, counted from the first token of the cache: (rows or 1, local
-        tokens)."""
+        tokens).
+        """
         held = self.kept.sp.sharding.held(self.tokens, self.layout, self.kept.sp.rank)
         return self.kept.columns + (held[None] if self.order is None else self.order[:, held])
 
@@ -105,7 +108,7 @@ class CachedForward:
     # ---- outputs
 
     def picked(self, columns: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices, without padding, of the tokens that some row has in these columns."""
+        """Return the unpadded indices of all tokens in the given columns, over all rows."""
         if self.places is None:
             return tuple(columns)
         return tuple(place for place in self.places[:, list(columns)].unique().tolist() if place >= 0) or (0,)
@@ -114,8 +117,8 @@ class CachedForward:
         """Return an output with its padding restored as 0.
 
         Args:
-            x: (rows, tokens, ...), whole; if `columns` is given, for the tokens that `picked` returns.
-            columns: The columns that the output has; None: all.
+            x: (rows, tokens, ...), whole, or with the tokens that `picked` returns if `columns` is given.
+            columns: The columns of the output, or None for all.
         """
         if self.places is None:
             return x
@@ -128,10 +131,10 @@ class CachedForward:
         places = places.to(x.device).view(*places.shape, *[1] * (x.dim() - 2))
         return x.gather(1, places.clamp(min=0).expand(-1, -1, *x.shape[2:])).masked_fill(places < 0, 0)
 
-    # ---- what is kept
+    # ---- cached tokens
 
     def begin(self, layout: BatchLayout | None = None) -> None:
-        """Decide which rank keeps which tokens, given their layout."""
+        """Assign the new tokens to ranks, according to the tokens' layout."""
         sp, kept = self.kept.sp, self.kept
         runs: tuple[Runs, ...] = tuple((Run(0, 1, 1),) * (rank == kept.turn % sp.size) for rank in range(sp.size))
         if not self.is_decode:
@@ -143,7 +146,7 @@ class CachedForward:
         self.rows = tuple(row.with_new(runs, count) for row, count in zip(before, self.new, strict=True))
 
     def end(self) -> None:
-        """Count the forward's tokens as kept."""
+        """Record the forward's tokens as stored."""
         kept = self.kept
         kept.rows, kept.columns, kept.count, kept.running = self.rows, kept.columns + self.columns, self.count, False
         kept.turn, kept.real = kept.turn + self.is_decode, self.real
@@ -170,16 +173,16 @@ class CachedForward:
         chunk: int | None,
         masks: Sequence[Mask] = (),
     ) -> Tensor:
-        """Compute one attention of a layer and keep its keys and values.
+        """Compute one attention of a layer and store its keys and values.
 
         Args:
-            layer: The number of the layer.
-            q: (rows, tokens, heads, head_dim): this rank's tokens, or in a decode step the new token.
-            k: As q, with kv_heads.
-            v: As k.
-            options: The options of attention; its mask has at most the layer's window.
-            chunk: The length of chunks that see only themselves; None: no chunks.
-            masks: The mask of each row's new tokens among one another, if it has blocks.
+            layer: The index of the layer.
+            q: (rows, tokens, heads, head_dim): this rank's tokens, or the new token in a decode step.
+            k: Keys, shaped as q but with kv_heads.
+            v: Values, shaped as k.
+            options: The options of attention, with a mask that is causal or has the layer's window.
+            chunk: The chunk length of chunked attention, or None without chunks.
+            masks: For masks with blocks, each row's mask among its new tokens.
         """
         given = self._held(layer, Held), q, k, v, options, chunk
         with torch.no_grad():
@@ -189,7 +192,7 @@ class CachedForward:
         return _WithoutGradient.apply(out, q, k, v)
 
     def _held(self, layer: int, make: Callable[[], Any]) -> Any:
-        """Return what is kept for the layer's next attention."""
+        """Return the stored tensors of the layer's next attention call."""
         held, number = self.cache.layers[layer].held, self.calls[layer]
         self.calls[layer] += 1
         if number == len(held):
@@ -197,12 +200,12 @@ class CachedForward:
         return held[number]
 
     def gathered(self, call: Pieces, of_ranks: Sequence[Sequence[Piece]] = (), gather: Gather = list) -> Any:
-        """Run a module that gathers keys and keep what it gathers.
+        """Run a module that gathers keys, and store the gathered tensors.
 
         Args:
-            call: The module's call, with this rank's tokens, or in a decode step the new ones.
+            call: The module's call, with this rank's tokens, or the new tokens in a decode step.
             of_ranks: The pieces of each rank's tokens.
-            gather: Returns tensors of all new tokens, of those of the rank's.
+            gather: Gathers each rank's tensors into tensors of all new tokens.
         """
         make = functools.partial(Replica, gathered_past.rate_of(call.module))
         replica: Replica = self._held(call.layer, make)
@@ -219,12 +222,12 @@ class CachedForward:
         return output
 
     def selected(self, call: Pieces, of_ranks: Sequence[Sequence[Piece]] = ()) -> Any:
-        """Run a module that selects latents with an index. Each rank keeps the latents and index keys of its own
+        """Run a module that selects latents with an index. Each rank stores the latents and index keys of its own
         tokens.
 
         Args:
-            call: As for `gathered`.
-            of_ranks: As for `gathered`.
+            call: See `gathered`.
+            of_ranks: See `gathered`.
         """
         held = {what: self._held(call.layer, Held) for what in (LATENT, INDEX)}
         sp, taken = self.kept.sp, {LATENT: list[Tensor](), INDEX: list[Tensor]()}
@@ -258,18 +261,18 @@ class CachedForward:
         return output
 
     def _pieces(self, of_ranks: Sequence[Sequence[Piece]], row: Row) -> list[Piece]:
-        """Return this rank's pieces, which follow the tokens that a row has."""
+        """Return this rank's pieces, shifted by the number of tokens that the row already has."""
         return [piece._replace(start=piece.start + row.tokens) for piece in of_ranks[self.kept.sp.rank]]
 
     def _segments(self, row: Row) -> Segments:
-        """Return the segments of a row's earlier tokens and of its new ones."""
+        """Return the segments of a row's earlier and new tokens."""
         if row not in self.made:
             whole = row.with_new(self.shards, self.tokens)
             self.made[row] = segments_of(UnevenShards([_apart(runs) for runs in whole.runs]), (), None)
         return self.made[row]
 
     def _by_row(self, call: Pieces, run: Callable[[Pieces, slice, Row], Any], fill: int | None = None) -> Any:
-        """Run a module on all rows at once if they have equally many tokens, otherwise row by row."""
+        """Run a module on all rows at once if the rows have equal lengths, otherwise row by row."""
         before = self.kept.rows
 
         def run_all() -> Any:
@@ -329,7 +332,7 @@ class CachedForward:
     def _among_new(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None, masks: Sequence[Mask]
     ) -> Any:
-        """Compute attention among the new tokens, and its lse if there are earlier tokens."""
+        """Compute attention among the new tokens, and the log-sum-exp if there are earlier tokens."""
         kept, shards = self.kept, self.layout.shards if self.layout is not None else None
         options = options._replace(lse=kept.columns > 0, shards=shards)
         if chunk is not None:  # each row's chunks may begin at a different position
@@ -345,8 +348,9 @@ class CachedForward:
         return tuple(map(torch.cat, zip(*parts, strict=True))) if options.lse else torch.cat(parts)
 
     def _to_kept(self, row: Row, first: int, window: int | None, chunk: int | None) -> tuple[Mask, UnevenShards]:
-        """Return the mask and the shards for attention to what is kept from position `first` on, with positions counted
-        from there."""
+        """Return the mask and shards for attention to the cached tokens from `first` on. Positions count from
+        `first`.
+        """
         key = row, window, chunk
         if key not in self.made:
             start, kept = row.tokens - first, row.kept_from(first)
@@ -359,7 +363,7 @@ class CachedForward:
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """The identity on attention's output, which refuses gradients, since none would reach what was kept."""
+    """The identity on attention's output, except that backward raises InputError: cached tokens have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
@@ -371,7 +375,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def _apart(runs: Runs) -> Runs:
-    """Return runs whose tokens are consecutive."""
+    """Return the runs after splitting each strided run into single tokens."""
     tokens = (
         (run,) if run.step == 1 else [Run(run.start + i * run.step, 1, 1) for i in range(run.length)] for run in runs
     )
@@ -379,7 +383,7 @@ def _apart(runs: Runs) -> Runs:
 
 
 def _first_seen(window: int | None, chunk: int | None, position: int) -> int:
-    """Return the first position that a query at a position sees."""
+    """Return the first position that the query at `position` sees."""
     if chunk is not None:
         return position - position % chunk
     return 0 if window is None else max(0, position - window + 1)
@@ -396,24 +400,24 @@ def cached_forward(
     checks: ValueChecks,
     table: Mapping[str, InputSpec],
 ) -> tuple[CachedForward, dict[str, Any]]:
-    """Read a forward with a cache from its arguments, without communication.
+    """Interpret the arguments of a forward with a cache, without communication.
 
-    If the mask of a decode step is on a device, the host does not wait for it: it assumes that no new token is padding,
-    which is checked later.
+    If a decode step's mask is on a device, the host does not wait for the mask. The new tokens are then assumed to be
+    real, and the assumption is checked later.
 
     Args:
         sp: The SequenceParallel of the model.
         config: The model's config.
         facts: The model's facts.
         inputs: The forward's arguments by name.
-        checks: The checks of the call's values.
-        table: How ranks share each argument.
+        checks: Collects the values that ranks compare.
+        table: The InputSpec of each argument.
 
     Returns:
-        (the forward; its arguments without cache and mask, with padding left out and with positions).
+        (the forward; its arguments with positions, but without cache, mask and padding).
 
     Raises:
-        InputError: The cache or the mask does not fit.
+        InputError: The cache or the mask does not match the forward.
     """
     if facts.uncached:
         raise InputError(
@@ -458,12 +462,12 @@ def cached_forward(
     forward = CachedForward(cache=cache, kept=kept, count=rows, columns=columns, new=new, places=places, real=all_real)
     if places is not None:
         order = torch.argsort((places < 0).to(torch.int8), dim=1, stable=True)
-        order = forward.order = functional.pad(order, (0, forward.tokens - columns))  # cut, or with the first token
+        order = forward.order = functional.pad(order, (0, forward.tokens - columns))  # cut, or padded with 0
         inputs = {
             name: _compacted(x, order, table[name].dim) if name in table and table[name].kind == "tokens" else x
             for name, x in inputs.items()
         }
-        if (is_media := inputs.get("visual_pos_masks")) is not None:  # what fills a row has no features
+        if (is_media := inputs.get("visual_pos_masks")) is not None:  # filler tokens have no media features
             real = torch.tensor(new, device="cpu")[:, None] > torch.arange(forward.tokens, device="cpu")
             inputs["visual_pos_masks"] = is_media & real.to(is_media.device)
     forward.positions = inputs[POSITIONS]
@@ -471,29 +475,33 @@ def cached_forward(
 
 
 def has_cache(inputs: Mapping[str, Any]) -> bool:
-    """Return whether the arguments of a forward contain or request a cache."""
+    """Return whether a forward's arguments contain or request a cache."""
     given = inputs.get("past_key_values"), inputs.get("cache_params")
     return bool(inputs.get("use_cache")) or any(x is not None for x in given)
 
 
 def takes_cache(module: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return whether a forward takes a cache; training forwards do not."""
+    """Return whether a forward uses a cache; training forwards do not."""
     return (
         has_cache(inputs) and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
     )
 
 
 def _compacted(x: Tensor, order: Tensor, dim: int) -> Tensor:
-    """Return a tensor (..., rows, columns, ...) with each row's tokens reordered. dim: The dim of the columns."""
+    """Return a tensor (..., rows, columns, ...) with each row's tokens reordered.
+
+    Args:
+        dim: The dim of the columns.
+    """
     index = order.to(x.device).view(*[1] * (dim - 1), *order.shape, *[1] * (x.dim() - dim - 1))
     return x.take_along_dim(index, dim)
 
 
 def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int, checks: ValueChecks) -> Tensor | None:
-    """Return which tokens so far are not padding, as in `CachedForward.real`; None: all of them.
+    """Return a mask of the real tokens so far, as in `CachedForward.real`, or None if all are real.
 
     Raises:
-        InputError: The mask has another shape, or differs from the masks of earlier forwards.
+        InputError: The mask has the wrong shape, or differs from the masks of earlier forwards.
     """
     wanted = rows, kept.columns + columns
     if mask is None and kept.real is None:
@@ -518,7 +526,7 @@ def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int, checks: V
 
 
 def _to_columns(real: Tensor | None, like: Tensor) -> Tensor:
-    """Return `CachedForward.real` extended to the number of columns of another."""
+    """Pad `real` with True to the number of columns of `like`."""
     if real is None:
         return torch.ones_like(like)
     return functional.pad(real, (0, like.shape[1] - real.shape[1]), value=True)
@@ -535,8 +543,10 @@ def _padding_error(wrong: list[int]) -> InputError | None:
 
 
 def _check_inner_padding(kept: KeptTokens, real: Tensor, columns: int, config: Any, facts: Facts) -> None:
-    """Refuse padding between tokens of a row if windows or chunks are shorter than the row, since models count the
-    padding in their lengths."""
+    """Raise InputError if a row has padding between its tokens and is longer than a window or chunk.
+
+    Models count padding between tokens in the lengths of their windows and chunks.
+    """
     whole = kept.columns + columns
     shortest = min((getattr(text_config(config), name, None) or whole for _, name in facts.masks), default=whole)
     if shortest >= whole:

@@ -1,7 +1,7 @@
-"""`generate` of a patched model: the ranks of a sequence call it with the same arguments and get the same tokens.
+"""`generate` of a patched model: all ranks of a sequence pass the same arguments and get the same tokens.
 
-transformers' own loop runs on every rank, and its forwards share the sequence. Before it, ranks agree once on prompts
-and settings; during it, they draw the same random numbers.
+transformers' own loop runs on every rank, and its forwards share the sequence. Ranks compare prompts and settings once,
+before the loop, and draw the same random numbers during the loop.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..inputs import MEDIA, by_row
 from ..module_patch import override
 from . import zero
 
-MOST = 16_384  # tokens of a prompt that a rank computes in one forward, unless the user sets another number
-# the names, in error messages, of what ranks compare and of the call
+MOST = 16_384  # maximum number of prompt tokens that a rank computes in one forward, unless the user sets a chunk size
+# names of the compared values and of the call in error messages
 NAME = "arguments of generate"
 CALL = (
     f"generate of a model that shares sequences (call it {ALL}, or on one alone in "
@@ -45,12 +45,12 @@ CALL = (
 ALONE = "generate on each rank by itself in hf_integration.whole_sequences(model)"
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 TOKENS = ("inputs", "input_ids", "inputs_embeds")
-# arguments that are not compared: they may differ, or what is made from them is compared
+# arguments that are not compared, because they may differ or because values derived from them are compared
 UNCOMPARED = ("generation_config", "streamer", "tokenizer", "trust_remote_code")
 
 
 def install(model: Any) -> None:
-    """Make a patched model generate with all ranks of a sequence, unless the object has its own `generate`."""
+    """Make a patched model generate with all ranks of a sequence, unless the model object overrides `generate`."""
     if model.can_generate():
         for method in METHODS:
             if method.__name__ not in vars(model):
@@ -58,28 +58,29 @@ def install(model: Any) -> None:
 
 
 def _sharing(model: Any) -> SequenceParallel | None:
-    """Return the SequenceParallel whose ranks generate together; None if each rank generates alone."""
+    """Return the SequenceParallel whose ranks generate together, or None if each rank generates alone."""
     patch = patch_of(model)
     return None if patch is None or patch.whole or patch.sp.size == 1 else patch.sp
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate as the model's class does, with all ranks that share the sequence.
+    """Generate with all ranks that share the sequence, like `generate` of the model's class.
 
-    Collective over these ranks, or over all ranks if they fetch parameters from one another (ZeRO-3, FSDP). Inside
-    `whole_sequences` each rank generates alone.
+    The call is collective over the ranks of the sequence, or over all ranks if ranks fetch parameters from one another
+    (ZeRO-3, FSDP). Inside `whole_sequences` each rank generates alone.
 
     Args:
-        *args: As for transformers' `generate`, the same on all ranks of the sequence. Only a streamer may be given on
-        one rank alone.
-        **kwargs: The same.
+        *args: Positional arguments of transformers' `generate`, the same on all ranks of the sequence. Only a streamer
+            may be passed on a single rank.
+        **kwargs: Keyword arguments of transformers' `generate`, also the same on all ranks of the sequence.
 
     Returns:
-        What transformers' `generate` returns, the same on all ranks. A cache in it has this rank's part of the keys.
+        The result of transformers' `generate`, the same on all ranks. A returned cache contains only this rank's part
+        of the keys.
 
     Raises:
-        ConfigError, InputError, DisagreementError: The arguments differ between ranks, or request something that ranks
-        cannot share. Raised on all ranks.
+        ConfigError, InputError, DisagreementError: On all ranks, if the arguments differ between ranks or request a
+            feature that ranks cannot share.
     """
     plain: Any = type(self).generate
     if (sp := _sharing(self)) is None:
@@ -87,13 +88,13 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     check_thread()
     named = [name for name in inspect.signature(plain).parameters if name != "self"]
     given, gathered = _agreed(self, sp, {**dict(zip(named, args, strict=False)), **kwargs}, {*named})
-    around = ForwardContext(mode="whole")  # ranks divide the pictures of which transformers makes features at once
+    around = ForwardContext(mode="whole")  # ranks divide the images that transformers encodes before the loop
     with gathered, _without_checkpointing(self), _numbers_of_first_rank(sp), entered(around):
         return plain(self, **given)
 
 
 def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse continuous batching, including `generate_batch`, unless each rank generates alone."""
+    """Raise ConfigError for continuous batching, including `generate_batch`, unless each rank generates alone."""
     if _sharing(self) is not None:
         raise ConfigError(f"a model that shares sequences needs generate; got continuous batching, {ALONE}")
     return type(self).init_continuous_batching(self, *args, **kwargs)
@@ -105,14 +106,14 @@ METHODS = (generate, init_continuous_batching)
 def _agreed(
     model: Any, sp: SequenceParallel, given: dict[str, Any], named: set[str]
 ) -> tuple[dict[str, Any], contextlib.AbstractContextManager]:
-    """Agree on a generation with the other ranks.
+    """Check with the other ranks that all arguments of a generation agree.
 
     Args:
         given: The arguments by name.
         named: The names in the signature of transformers' `generate`.
 
     Returns:
-        (the arguments for transformers; a context in which the parameters are available).
+        (the arguments for transformers; a context manager that keeps the parameters available).
     """
     parameters, fields, error = zero.split_parameters(model), None, None
     config: Any = None
@@ -132,7 +133,7 @@ def _agreed(
             )
         _share_clock(sp, given, config)
         fields = _compared(given, config)
-    except Exception as reason:  # the other ranks wait for this one
+    except Exception as reason:  # the other ranks wait for this rank
         error = as_seqpar_error("reading the arguments of generate failed", reason)
     is_fsdp = is_fsdp_managed_module(model) or any(isinstance(x, FSDPModule) for x in model.modules())
     if fetches := bool(parameters) or is_fsdp:
@@ -142,7 +143,7 @@ def _agreed(
             among_peers=True, call=CALL, advice=_advice,
         )  # fmt: skip
         given["synced_gpus"] = fetches = number > 0
-        if fetches and config.use_cache and patch.facts.gathered:  # it is computed as often as rows and pieces demand
+        if fetches and config.use_cache and patch.facts.gathered:  # ranks call such layers different numbers of times
             raise ConfigError(
                 "generate of a model with layers that gather keys needs parameters that fit each rank at once, or "
                 f"use_cache=False; got some that ranks fetch in each forward, say so, or {ALONE}"
@@ -155,9 +156,10 @@ def _agreed(
 
 
 def _misuse(given: Mapping[str, Any], config: Any, taken: Collection[str]) -> str:
-    """Return "NEEDED; got GIVEN" for an argument that prevents ranks from sharing a generation; "" if there is none.
+    """Return "NEEDED; got GIVEN" for the first argument that ranks cannot share, or "" if there is none.
 
-    taken: The names of the tensors that may be given.
+    Args:
+        taken: The names of tensors that the call accepts.
     """
     mode, cache = config.get_generation_mode(given.get("assistant_model")), given.get("past_key_values")
     others = [
@@ -198,11 +200,10 @@ def _ends_in_padding(given: Mapping[str, Any], config: Any) -> bool:
 
 
 def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:
-    """Return what ranks compare for a generation: settings, prompts, and other arguments as far as they can be
-    compared."""
+    """Return the values that ranks compare for a generation: settings, prompts, and other comparable arguments."""
     checks = ValueChecks()
     checks.compare({"input_ids" if name == "inputs" else name: x for name, x in given.items()})
-    checks.compare(by_row(given, MEDIA))  # of which transformers may make features before a forward
+    checks.compare(by_row(given, MEDIA))  # transformers may encode media before the first forward
     others = {
         name: _described(x) for name, x in given.items()
         if x is not None and not isinstance(x, Tensor) and name not in UNCOMPARED and not hasattr(config, name)
@@ -212,7 +213,7 @@ def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:
 
 
 def _described(x: Any, depth: int = 1) -> Any:
-    """Return a description of an argument: its value, or for an object its type and its plain attributes."""
+    """Return a comparable description of an argument: its value, or the type and plain attributes of an object."""
     if isinstance(x, Tensor):
         return fingerprint_of(x)
     if isinstance(x, list | tuple):
@@ -225,14 +226,16 @@ def _described(x: Any, depth: int = 1) -> Any:
 
 
 def _advice(by_rank: Mapping[int, Fields]) -> str:
-    """Return why ranks cannot generate together, and what to do."""
+    """Return why ranks cannot generate together, and how to fix their arguments."""
     if {*TOKENS} & {*differing(by_rank)}:
         return f"they have other prompts: give all ranks of a sequence the same, or {ALONE}"
     return ""
 
 
 def _set(given: dict[str, Any], name: str, value: object) -> None:
-    """Set an argument of a generation, in its generation config unless it is given by name or there is no config."""
+    """Set an argument of a generation, in its config, or by name if the argument was passed by name or there is no
+    config.
+    """
     if name not in given and given.get("generation_config") is not None:
         given["generation_config"] = copy.deepcopy(given["generation_config"])
         setattr(given["generation_config"], name, value)
@@ -241,7 +244,7 @@ def _set(given: dict[str, Any], name: str, value: object) -> None:
 
 
 class _AsOne(StoppingCriteria):
-    """A time limit that all ranks of a sequence reach in the same step, as soon as the first rank does."""
+    """A time limit that all ranks of a sequence reach in the same step, when the first rank reaches it."""
 
     def __init__(self, sp: SequenceParallel, limit: MaxTimeCriteria) -> None:
         self.sp, self.limit = sp, limit
@@ -263,7 +266,7 @@ def _share_clock(sp: SequenceParallel, given: dict[str, Any], config: Any) -> No
 
 
 def _chunk(sp: SequenceParallel, given: Mapping[str, Any], config: Any) -> int | None:
-    """Return how many tokens of each row of the prompt one forward computes; None for all."""
+    """Return how many tokens of each prompt row one forward computes, or None for all."""
     chunk, length, has_media = config.prefill_chunk_size, 0, any(given.get(name) is not None for name in MEDIA)
     ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
     if ids is not None and given.get("inputs_embeds") is None and config.use_cache is not False:
@@ -271,14 +274,16 @@ def _chunk(sp: SequenceParallel, given: Mapping[str, Any], config: Any) -> int |
         mask, cache = given.get("attention_mask"), given.get("past_key_values")
         kept = 0 if cache is None or (mask is not None and mask.shape[1] > ids.shape[1]) else cache.get_seq_length()
         length = ids.shape[1] - kept
-        if chunk is None and rows * length > MOST * sp.size and not has_media:  # which transformers does not cut
+        if chunk is None and rows * length > MOST * sp.size and not has_media:  # transformers cannot chunk media
             chunk = max(1, MOST * sp.size // rows)
     return _in_step(sp, length, chunk, has_media) if given.get("synced_gpus") else chunk
 
 
 def _in_step(sp: SequenceParallel, length: int, chunk: int | None, has_media: bool) -> int | None:
-    """Return a chunk size with which the prompts of all groups need the same number of forwards, since ranks fetch
-    parameters from one another in each. That number is the smallest into which all of their lengths can be cut.
+    """Return a chunk size with which all groups need the same number of forwards for their prompts.
+
+    Ranks fetch parameters from one another in each forward, so the numbers of forwards must match. The agreed number is
+    the smallest that fits the prompts of all groups.
     """
     count, most, error = -(-length // chunk) if chunk else 1, 0, None
     while True:
@@ -301,7 +306,7 @@ def _in_step(sp: SequenceParallel, length: int, chunk: int | None, has_media: bo
 
 @contextlib.contextmanager
 def _without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Context manager in which no layer is checkpointed: in training mode a checkpointed layer would drop the cache."""
+    """Context manager that disables gradient checkpointing, which would drop the cache in training mode."""
     layers: list[Any] = [x for x in model.modules() if x.training and getattr(x, "gradient_checkpointing", False)]
     for layer in layers:
         layer.gradient_checkpointing = False
@@ -314,9 +319,10 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _numbers_of_first_rank(sp: SequenceParallel) -> Iterator[None]:
-    """Context manager in which torch draws the random numbers of the sequence's first rank.
+    """Context manager in which all ranks draw the random numbers of the sequence's first rank.
 
-    Afterwards, ranks that had the same random state have advanced with it; the others return to their own.
+    On exit, ranks that began with the same random state keep the advanced state, and all other ranks restore their own
+    state.
     """
     own = torch_states(sp.device)
     states = all_gather_objects(sp.groups.control, ("random numbers of a generation", own))

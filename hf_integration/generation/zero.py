@@ -1,4 +1,4 @@
-"""The parameters of a model that generates under ZeRO-3, where each rank holds a part of them."""
+"""Parameters of a model that generates under ZeRO-3, where each rank holds only a part of each parameter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def split_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def fits(parameters: Sequence[nn.Parameter], device: torch.device) -> bool:
-    """Return whether this rank has room for all of these parameters at once."""
+    """Return whether this rank has enough free memory for all given parameters at once."""
     needed = sum(whole_numel(x) * x.element_size() for x in parameters if is_missing(x))
     return needed <= SHARE * _free(device) and not any(map(is_fetching, parameters))
 
@@ -39,12 +39,12 @@ def _free(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def parameters_of(model: nn.Module, parameters: Sequence[nn.Parameter], gather: bool) -> Iterator[None]:
-    """Context manager in which a model generates with these parameters, which ZeRO-3 has split.
+    """Context manager that makes ZeRO-3 parameters available while the model generates.
 
     Args:
         parameters: From `split_parameters`.
-        gather: Whether to gather them once, now; otherwise each forward fetches them. Must be equal on all ranks of the
-        world.
+        gather: Whether to gather the parameters once, on entry; otherwise each forward fetches them. All ranks must
+            pass the same value.
     """
     if not parameters or not gather:
         if parameters:

@@ -1,5 +1,7 @@
-"""What a patch must know about a model beyond its config: recorded for tested families, found by a look for all
-others."""
+"""Model properties that a patch needs beyond the config.
+
+The properties are recorded here for tested families, and detected at run time for all other models.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +12,45 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-VERSIONS = ("5.18", "5.23")  # releases of transformers in which the tested families were looked at
+VERSIONS = ("5.18", "5.23")  # transformers releases in which the tested families were checked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a patch must know about a model. All fields can be written as JSON."""
+    """Properties of a model that a patch needs. All fields can be written as JSON."""
 
-    # the modules that attend, below `base`, with "*" for numbers, and with their class where other modules differ
+    # attention modules, named relative to `base`, with "*" for numbers, and with the class if the name is ambiguous
     attention: tuple[str, ...] = ("layers.*.self_attn",)
-    mixers: tuple[str, ...] = ()  # the modules with a state or a convolution, named in the same way
-    # the modules that attend by an index, or in a way of their own, and gather keys, in the same way
+    mixers: tuple[str, ...] = ()  # modules with a state or a convolution, named in the same way
+    # modules that gather keys, because of an index or custom attention, named in the same way
     gathered: tuple[str, ...] = ()
-    selects: bool = False  # whether those with latents and an index can run on all of a rank's tokens at once
-    base: str | None = None  # the module that heads call, below the model; None: its base model
-    # the module in `base` that gets inputs_embeds with features of media in them, below the model; None: there is none
+    selects: bool = False  # whether modules with latents and an index can run on all local tokens at once
+    base: str | None = None  # the module that heads call, relative to the model; None for the base model
+    # the module in `base` that gets inputs_embeds containing media features, relative to the model; None without media
     stack: str | None = None
-    outside: bool = False  # whether masks are made around it, from what distinguishes media from text
-    no_media: str = "it puts no features of media in the place of tokens' embeddings"  # "": it takes them
-    # (kind of layer of config.layer_types, "" for all; the setting of LENGTHS with the length of its window or chunk)
+    outside: bool = False  # whether masks are made outside the stack, from the token types of media
+    no_media: str = "it puts no features of media in the place of tokens' embeddings"  # "" if it does
+    # (kind of layer in config.layer_types or "" for all, the setting in LENGTHS with the length of its window or chunk)
     masks: tuple[tuple[str, str], ...] = ()
-    heads: tuple[tuple[int, int], ...] = ()  # each layer's (query heads, key/value heads); (): those of the config
+    heads: tuple[tuple[int, int], ...] = ()  # each layer's (query heads, key/value heads); () for the config's numbers
     keywords: bool = True  # whether keywords of the model's forward reach attention
     first_position: int = 0  # the position of a sequence's first token
-    counts_padding: bool = True  # whether padding before a sequence has positions too
-    balance: bool = False  # whether the loss may have a part that balances experts
+    counts_padding: bool = True  # whether padding before a sequence also counts as positions
+    balance: bool = False  # whether the loss may include a term that balances experts
     shift_labels: bool = True  # whether the loss takes shift_labels and num_items_in_batch
-    # whether q and k have norms over all heads, so that a head cannot be computed without the others; only recorded
+    # whether q and k have norms over all heads, so that heads depend on one another; only recorded
     norms_heads: bool = False
-    skips: bool = False  # whether chance decides which layers run in training
-    not_small: tuple[str, ...] = ()  # what is as large in the small copy as in the model
+    skips: bool = False  # whether layers are skipped at random in training
+    not_small: tuple[str, ...] = ()  # sizes that the small copy does not reduce
 
     @property
     def uncached(self) -> str:
-        """What layers have that a cache in parts does not keep; "" if nothing."""
+        """The kind of layers that a sharded cache does not support, or "" if all layers are supported."""
         return "layers with a state" if self.mixers else ""
 
 
 def starred(name: str) -> str:
-    """Return a module's name with "*" for each number in it."""
+    """Return a module's name with "*" in place of each number."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
@@ -58,21 +60,21 @@ def text_config(config: PreTrainedConfig) -> Any:
 
 
 def config_heads(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the (query heads, key/value heads) that a config specifies, 0 for those it does not."""
+    """Return the (query heads, key/value heads) of a config, or 0 for missing numbers."""
     text = text_config(config)
     q_heads = number_of(text, "num_attention_heads") or 0
     return q_heads, number_of(text, "num_key_value_heads") or q_heads
 
 
 def number_of(config: PreTrainedConfig, name: str) -> Any:
-    """Return a number from a config by its most common name; None if the config lacks it."""
+    """Return a number from a config by its most common name, or None if the config lacks it."""
     name, values = config.attribute_map.get(name, name), vars(config)
-    # a config with other sizes for some layers raises if one of them is read
+    # configs with per-layer sizes raise on reading one of those sizes
     return values[name] if name in values else getattr(config, name, None)
 
 
 def kind_of_layer(config: PreTrainedConfig, name: str) -> str:
-    """Return the kind of the layer that contains the named module; "" if the config has no kinds."""
+    """Return the kind of the layer that contains the named module, or "" if the config defines no kinds."""
     types = getattr(text_config(config), "layer_types", None) or ()
     index = next((int(part) for part in name.split(".") if part.isdigit()), 0)
     return types[index] if index < len(types) else ""
@@ -87,7 +89,7 @@ Kind = Literal["attention", "mixers", "gathered"]
 
 
 def modules_of(model: PreTrainedModel, facts: Facts, kind: Kind = "attention") -> dict:
-    """Return a model's modules of this kind in layer order, by their names in `base`.
+    """Return a model's modules of one kind in layer order, by their names in `base`.
 
     Args:
         model: A model.
@@ -100,16 +102,16 @@ def modules_of(model: PreTrainedModel, facts: Facts, kind: Kind = "attention") -
 
 
 def with_class(name: str, module: nn.Module) -> str:
-    """Return a module's starred name, with its class."""
+    """Return a module's starred name, followed by its class name."""
     return f"{starred(name)}:{type(module).__name__}"
 
 
-# settings that transformers' mask functions read -> the shape of the mask
+# settings that transformers' mask functions read, with the shape of the mask
 LENGTHS: dict[str, Literal["window", "chunk"]] = {"sliding_window": "window", "attention_chunk_size": "chunk"}
 WINDOWS_BY_KIND = (("sliding_attention", "sliding_window"),)
 WINDOW_EVERYWHERE = (("", "sliding_window"),)
-# model_type -> facts. tests/hf/test_families.py compares logits, losses and gradients with the unpatched model's, and
-# tests/hf/test_look.py what a look finds
+# facts by model_type. tests/hf/test_families.py compares logits, losses and gradients with the unpatched model's, and
+# tests/hf/test_look.py compares the facts with the detected ones
 TESTED = {
     **dict.fromkeys(("glm4", "granite", "llama"), Facts()),
     **dict.fromkeys(("mistral", "phi3"), Facts(masks=WINDOW_EVERYWHERE)),
@@ -122,7 +124,7 @@ TESTED = {
 
 
 def masks(model: PreTrainedModel, facts: Facts, kind: Kind = "attention") -> list[tuple[str, int | None]]:
-    """Return ("window" or "chunk", its length in keys or None if there is none) for each module of this kind."""
+    """Return ("window" or "chunk", its length in tokens or None) for each module of one kind."""
     text, rules = text_config(model.config), dict(facts.masks)
     kinds = [kind_of_layer(model.config, name) for name in modules_of(model, facts, kind)]
     names = [rules.get(kind) or rules.get("", "") for kind in kinds]

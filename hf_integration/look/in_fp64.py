@@ -1,4 +1,7 @@
-"""Models in fp64 throughout, even if their code casts to fp32. The difference between fp32 and this is rounding."""
+"""Models in fp64 throughout, even if their code casts to fp32.
+
+The difference between fp32 and fp64 results is the rounding error.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class InFP64(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is torch.Tensor.float:
             function = torch.Tensor.double
-        elif function is not torch.Tensor.view:  # which reads bytes
+        elif function is not torch.Tensor.view:  # view(dtype) reinterprets bytes
             args = tuple(torch.float64 if x is torch.float32 else x for x in args)
             kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in kwargs.items()}
         return function(*args, **kwargs)

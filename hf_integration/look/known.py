@@ -1,4 +1,4 @@
-"""Which models are known: tested families from a table, all others from a look at them."""
+"""Facts of models, which come from a table for tested families and are detected on a small copy for all others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _seen: WeakKeyDictionary[nn.Module, Facts] = WeakKeyDictionary()
 
 
 def facts_of(model: PreTrainedModel) -> Facts:
-    """Return the facts of a model: the recorded ones, or those that a look at it finds.
+    """Return the facts of a model, recorded or detected.
 
     Raises:
         ConfigError: The model cannot be patched.
@@ -44,7 +44,7 @@ def is_tested(model: PreTrainedModel) -> bool:
 
 
 def _is_as_tested(module: nn.Module) -> bool:
-    """Return whether a module contains no user code: neither class, forward nor hooks."""
+    """Return whether a module contains no user code in its class, forward or hooks."""
     own = vars(module).get("forward")
     if own is not None and not is_of_library(own):
         return False
@@ -54,7 +54,7 @@ def _is_as_tested(module: nn.Module) -> bool:
 
 
 def is_known(model: PreTrainedModel) -> bool:
-    """Return whether, as far as is known, a model's attention can be patched and does not call sp.attention itself."""
+    """Return whether a model's attention can probably be patched and does not call sp.attention itself."""
     attention = ALL_ATTENTION_FUNCTIONS.get(attention_name(model.config))  # None: the function in the model's file
     if is_tested(model) or not is_of_library(type(model)) or not (attention is None or is_of_library(attention)):
         return is_tested(model)
@@ -69,10 +69,10 @@ def heads(model: PreTrainedModel) -> tuple[int, int]:
     """Return the number of heads of a transformers model.
 
     Args:
-        model: A causal model, possibly inside a peft model. For anything else that has a config, the config is used.
+        model: A causal model, possibly inside a peft model. For other objects with a config, the config is used.
 
     Returns:
-        (query heads, key/value heads); if layers differ, the smallest number of each.
+        (query heads, key/value heads); the minimum of each if layers differ.
     """
     return tuple(map(min, zip(*heads_by_layer(model), strict=True)))
 
@@ -86,6 +86,6 @@ def heads_by_layer(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
 def windows(model: PreTrainedModel) -> list[int | None]:
     """Return the sliding window of each attention module, in keys.
 
-    A window counts the query's own position; None: all keys up to the query.
+    A window counts the query's own position. None means all keys up to the query.
     """
     return [length if shape == "window" else None for shape, length in masks(model, facts_of(model))]

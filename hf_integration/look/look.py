@@ -1,8 +1,10 @@
-"""What a model does to tokens, observed in forwards of a small copy: where it attends, with what, and what else it
-mixes. The copy's attention is a function of ours. In some forwards it is softmax attention; in others each token
-attends only to itself. In the latter a token's result must not depend on which other tokens are present: a rank
-computes only its own tokens, and attention brings all that they need from others. A module that breaks this rule is
-named.
+"""Observe how a model's tokens interact in forwards of a small copy, in attention and in any other modules that mix
+tokens.
+
+The copy's attention is our own function. In some forwards the function computes softmax attention, and in other
+forwards each token attends only to itself. If each token attends only to itself, a token's result must not depend on
+which other tokens are present. A rank computes only its own tokens, and everything from other tokens must arrive
+through attention. Modules that mix tokens in other ways are reported by name.
 """
 
 from __future__ import annotations
@@ -39,13 +41,25 @@ from .facts import LENGTHS, Facts, config_heads, kind_of_layer, masks, starred, 
 from .small import call, parameters_of, small_copy, takes, tokens_for
 
 LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
-PROBE = "sequence_parallel"  # the keyword with which a patched model passes on the context of a forward
+PROBE = "sequence_parallel"  # the keyword by which a patched model passes a forward's context to its layers
 ROWS = 2
-TOKENS = 23  # no size of a model is likely to be this
-SHARD = (1, 4, 5, 9, 10, 11, 16, 17, 18, 20, 22)  # tokens of a rank: not the first, and at irregular distances
+TOKENS = 23  # unlikely to equal any size of a model
+SHARD = (
+    1,
+    4,
+    5,
+    9,
+    10,
+    11,
+    16,
+    17,
+    18,
+    20,
+    22,
+)  # tokens of a rank: without the first token, and at irregular distances
 PIECES = (Piece(0, 9, 0, 0), Piece(9, 1, 9, 0), Piece(10, TOKENS - 10, 10, 0))
 TOLERANCE = 1e-4
-REPEATED = 16  # forwards that show what is random
+REPEATED = 16  # forwards in search of random behavior
 LOWEST = torch.finfo(torch.float32).min
 UNDERSTOOD = {"dropout", "scaling", "softcap", "s_aux", "sliding_window", "position_ids", "cache_position", PROBE}
 OWN_MODEL = "call sp.attention from a model of your own (docs/models.md)"
@@ -53,23 +67,23 @@ OWN_MODEL = "call sp.attention from a model of your own (docs/models.md)"
 
 @unchanged()
 def look(model: PreTrainedModel) -> Facts:
-    """Look at what a model does to tokens.
+    """Determine the facts of a model from forwards of a small copy.
 
     Args:
-        model: A transformers model, unwrapped. Its tensors are not read, so they may be partitioned or on the meta
-            device.
+        model: An unwrapped transformers model. The model's tensors are not read, so they may be partitioned or on the
+            meta device.
 
     Returns:
-        What a patch must know about it.
+        The facts that a patch needs.
 
     Raises:
-        ConfigError: The model does what ranks that share a sequence cannot do. The message says what, where, and what
-        to do.
+        ConfigError: The model computes something that ranks sharing a sequence cannot compute. The message names the
+            computation, the module and a solution.
     """
     small, not_small = small_copy(model)
     gathered: dict[str, nn.Module] = {}
     first, indexed = None, False
-    while True:  # modules that are not understood gather keys instead, if they take a cache
+    while True:  # unknown modules gather keys instead, if they take a cache
         try:
             return _look(model, small.train(), not_small, gathered, indexed)
         except Exception as error:
@@ -86,7 +100,7 @@ def look(model: PreTrainedModel) -> Facts:
 def _look(
     model: PreTrainedModel, small: Any, not_small: tuple[str, ...], gathered: dict[str, nn.Module], indexed: bool
 ) -> Facts:
-    """Return a model's facts, given that these modules of its small copy gather keys."""
+    """Return a model's facts, given the modules of its small copy that gather keys."""
     watch = Watch(small, gathered)
     ids, positions = tokens_for(small.config, ROWS, TOKENS), torch.arange(TOKENS).expand(ROWS, -1)
     plain, *others = _forwards(watch, ids)
@@ -139,7 +153,7 @@ class Call:
     keywords: dict[str, Any]
 
     def inputs(self) -> list[Tensor]:
-        """Return what each token attends with: its query, key and value, and the settings."""
+        """Return the inputs of attention for each token: query, key, value and settings."""
         settings = [self.keywords.get(name) for name in ("scaling", "softcap", "s_aux")]
         tokens = self.q.shape[2]
         each = [torch.as_tensor(x).float().flatten().expand(tokens, -1) for x in settings if x is not None]
@@ -148,28 +162,31 @@ class Call:
 
 @dataclasses.dataclass
 class MadeMask:
-    """A mask that transformers made for a model, and the arguments with which its maker called the mask interface.
-    These show the name of the mask, and whether it depends on the batch, as with the blocks of pictures.
+    """A mask that transformers made for a model, with the arguments that its maker passed to the mask interface.
+
+    The arguments show the kind of the mask, and whether the mask depends on the batch, as with blocks for images.
     """
 
     mask: Tensor
     function: Callable[..., Tensor]  # (row, head, query, key) -> whether the query sees the key
-    local_size: int | None  # the length of a window or a chunk
-    events: int  # that were seen before
+    local_size: int | None  # the length of the window or chunk
+    events: int  # the number of earlier events
 
 
 @dataclasses.dataclass
 class Seen:
-    """One forward of a small copy."""
+    """The record of one forward of a small copy."""
 
     output: Any = None
     calls: list[Call] = dataclasses.field(default_factory=list)
     masks: list[MadeMask] = dataclasses.field(default_factory=list)
-    # (module, its n-th call, whether it is what the module returned) -> tensors, in the order in which they were seen
+    # tensors for each (module name, call index, whether they are outputs), in the order of events
     events: dict[tuple[str, int, bool], list[Tensor]] = dataclasses.field(default_factory=dict)
-    probes: list[object] = dataclasses.field(default_factory=list)  # what mixers were given as the keyword PROBE
-    mixed: dict[str, int] = dataclasses.field(default_factory=dict)  # mixers that ran -> heads of states, 0 if none
-    gathered: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)  # modules that gather -> their masks
+    probes: list[object] = dataclasses.field(default_factory=list)  # values that mixers received as the keyword PROBE
+    mixed: dict[str, int] = dataclasses.field(
+        default_factory=dict
+    )  # number of state heads (0 if none) by mixer that ran
+    gathered: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)  # masks by module that gathers keys
     counts: Counter[tuple[str, bool]] = dataclasses.field(default_factory=Counter)  # counts of a module's events
 
     def states(self, base: str) -> Tensor:
@@ -177,7 +194,7 @@ class Seen:
         return next(x for x in self.events[base, 0, True] if x.dim() == 3)
 
     def result(self, base: str) -> list[Tensor]:
-        """Return everything on which a rank's outcome depends: the outputs and the inputs of attention."""
+        """Return all tensors that affect a rank's results: the outputs and the inputs of attention."""
         attention = [x for one in self.calls for x in one.inputs()]
         return [self.states(base), *(x for x in tensors_in(self.output) if x.dim() == 3), *attention]
 
@@ -187,24 +204,24 @@ class Watch:
 
     Args:
         small: The copy.
-        gathered: Modules with their own attention, by name.
+        gathered: The modules that gather keys, by name.
     """
 
     def __init__(self, small: Any, gathered: Mapping[str, nn.Module] = types.MappingProxyType({})) -> None:
         AttentionInterface.register(LOOK, _attention)
         AttentionMaskInterface.register(LOOK, _mask)
         switch_attention(small, LOOK)
-        self.gathered, self.pieced = gathered, dict[str, int | None]()  # ones that continue from a cache: their windows
-        self.selecting: list[nn.Module] = []  # those of them that run at once
+        self.gathered, self.pieced = gathered, dict[str, int | None]()  # windows by module that continues from a cache
+        self.selecting: list[nn.Module] = []  # modules of `gathered` that run at once
         self.small, self.base, self.alone, self.seen = small, small, False, Seen()
         self.names = {module: name for name, module in small.named_modules()}
 
     def __call__(self, ids: Tensor, *, alone: bool = False, positions: Tensor | None = None, **inputs: Any) -> Seen:
-        """Call the copy.
+        """Run a forward of the copy and return its record.
 
         Args:
             alone: Whether each token attends only to itself.
-            positions: The position_ids of the module that heads call, whether or not heads pass them on.
+            positions: The position_ids of the module that heads call, even if the heads do not pass on position_ids.
         """
         self.alone, self.seen = alone, Seen()
         with torch.no_grad(), torch.autocast("cpu", enabled=False), self._attached(positions):
@@ -212,7 +229,7 @@ class Watch:
         return self.seen
 
     def states(self, ids: Tensor, positions: Tensor | None = None, **inputs: Any) -> Tensor:
-        """Return the hidden states that the base model returns."""
+        """Run a forward and return the base model's hidden states."""
         return self(ids, positions=positions, **inputs).states(self.names[self.base])
 
     @contextlib.contextmanager
@@ -255,7 +272,7 @@ class Watch:
         mask = gathered_past.arguments(module, args, kwargs).get("attention_mask")
         self.seen.gathered[name] = None
         if isinstance(mask, Tensor) and mask.dim() == 4:
-            # eager attention gets numbers; a bool that a model makes of them is where they are not 0
+            # eager attention gets numbers; a bool mask made by the model is True at nonzero numbers, which are masked
             self.seen.gathered[name] = ~mask if mask.dtype == torch.bool else mask
         return type(module).forward(module, *args, **kwargs)
 
@@ -269,7 +286,7 @@ class Watch:
         name = self.names[module]
         count = self.seen.counts[name, is_output]
         self.seen.counts[name, is_output] += 1
-        # masks are of pairs of tokens, and others where tokens are
+        # square tensors are skipped, since masks are indexed by pairs of tokens
         kept = [x.clone() for x in tensors_in(values) if x.is_floating_point() and x.shape[-1:] != x.shape[-2:-1]]
         self.seen.events[name, count, is_output] = kept
 
@@ -278,7 +295,7 @@ _watch: ContextVar[Watch] = ContextVar("hf_integration_look")  # the Watch of a 
 
 
 def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **given: Any) -> Tensor:
-    """transformers' mask interface: make the mask for eager attention and record it."""
+    """Implement transformers' mask interface: make and record the mask for eager attention."""
     mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"](mask_function=mask_function, **given)
     seen = _watch.get().seen
     seen.masks.append(MadeMask(mask, mask_function, local_size, len(seen.events)))
@@ -309,7 +326,7 @@ def _attention(
 
 @dataclasses.dataclass
 class _Engine:
-    """Runs a mixer's layers unchanged, or on each token alone."""
+    """An engine that runs a mixer's layers unchanged, or on each token separately."""
 
     watch: Watch
     name: str
@@ -335,19 +352,19 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 class _NotUnderstoodError(ConfigError):
-    """A module that mixes tokens in a way that is not understood."""
+    """The error for a module that mixes tokens in an unknown way."""
 
     module, indexed = "", False
 
 
 def _refuse(found: str, advice: str = OWN_MODEL, module: str = "", indexed: bool = False) -> NoReturn:
-    """Raise ConfigError.
+    """Raise ConfigError for an unsupported model.
 
     Args:
-        found: What a look found.
-        advice: What to do.
-        module: The name of the module that may gather keys instead; "" if none may.
-        indexed: Whether that module attends by an index.
+        found: The unsupported property of the model.
+        advice: The advice for the user.
+        module: The name of the module that may gather keys instead, or "" if there is none.
+        indexed: Whether the module attends by an index.
     """
     error = (_NotUnderstoodError if module else ConfigError)(
         "patch_attention needs a model whose tokens meet in causal attention, or in layers with a state that are "
@@ -359,7 +376,9 @@ def _refuse(found: str, advice: str = OWN_MODEL, module: str = "", indexed: bool
 
 
 def _alike(model: Any, name: str) -> dict[str, nn.Module]:
-    """Return the modules like the named one, or like the enclosing one that takes a cache; {} if there are none."""
+    """Return all modules of the same kind as the named one or its nearest parent that takes a cache, or {} if no module
+    takes a cache.
+    """
     while name:
         module = model.get_submodule(name)
         if isinstance(module, GradientCheckpointingLayer | PreTrainedModel):
@@ -372,7 +391,7 @@ def _alike(model: Any, name: str) -> dict[str, nn.Module]:
 
 
 def _called_base(model: Any, seen: Seen) -> nn.Module:
-    """Return the outermost module that is called and is not a head: the base model, or a part of it."""
+    """Return the outermost called module that is not a head, which is the base model or one of its parts."""
     base: nn.Module = model.base_model
     called = [model.get_submodule(name) for name, _, is_output in seen.events if not is_output]
     inside = {*base.modules()} - ({model} if model.get_output_embeddings() is not None else set())
@@ -381,7 +400,7 @@ def _called_base(model: Any, seen: Seen) -> nn.Module:
 
 
 def _stack(model: Any, seen: Seen, base: nn.Module) -> str | None:
-    """Return the name of the innermost model in `base` that takes embeddings and attends; None for `base` itself."""
+    """Return the name of the innermost model in `base` that takes embeddings and attends, or None for `base` itself."""
     inside, attending = {*base.modules()} - {base}, _attending(model, seen)
     called = dict.fromkeys(name for name, _, is_output in seen.events if not is_output)
     stacks = [
@@ -405,8 +424,7 @@ def _attending(model: Any, seen: Seen) -> set[nn.Module]:
 
 
 def _check_tokens(watch: Watch, ids: Tensor, positions: Tensor | None) -> None:
-    """Refuse a model whose results for tokens change if other tokens are missing, although they attend to none of
-    them."""
+    """Raise ConfigError if removing other tokens changes a token's result although each attends only to itself."""
     shard = list(SHARD)
     whole = watch(ids, alone=True, positions=positions)
     part = watch(ids[:, shard], alone=True, positions=None if positions is None else positions[:, shard])
@@ -424,8 +442,9 @@ def _check_tokens(watch: Watch, ids: Tensor, positions: Tensor | None) -> None:
 
 
 def _check_pieces(watch: Watch, ids: Tensor, facts: Facts, plain: Seen) -> None:
-    """Refuse modules whose results change if they continue from a cache. Ranks would notice it too, but not all at the
-    same time.
+    """Raise ConfigError for modules whose results change if they continue from a cache.
+
+    Ranks would detect the change too, but not all at the same time.
     """
     lengths = [length for _, length in masks(watch.small, facts, "gathered")]
     watch.pieced = dict(zip(watch.gathered, lengths, strict=True))
@@ -440,13 +459,14 @@ def _check_pieces(watch: Watch, ids: Tensor, facts: Facts, plain: Seen) -> None:
 
 
 def _selects(watch: Watch, ids: Tensor, plain: Seen) -> bool:
-    """Return whether modules with latents and an index give the same results if they run on all tokens at once. Others
-    run in pieces, which is also exact.
+    """Return whether modules with latents and an index give the same results if they run on all tokens at once.
+
+    If the results differ, the modules run in pieces, which is also exact.
     """
     watch.selecting = [*filter(sparse.selects, watch.gathered.values())]
     try:
         found = watch(ids) if sparse.can_run(watch.selecting) else None
-    except Exception as error:  # of steps that our objects do not follow
+    except Exception as error:  # the module may use operations that our objects lack
         kind, said = type(watch.small).__name__, " ".join(str(error).split())
         log_once(f"{kind}: an index runs in pieces, since at once it raised {type(error).__name__}: {said:.200}")
         return False
@@ -460,7 +480,7 @@ def _described(model: Any, name: str) -> str:
 
 
 def _first_difference(whole: Seen, other: Seen) -> str | None:
-    """Return the name of the first module whose results for the tokens of a shard differ."""
+    """Return the name of the first module whose results differ at the tokens of a shard."""
     for (name, count, is_output), values in whole.events.items():
         if _differ(values, other.events.get((name, count, is_output), [])):
             return name if is_output else re.sub(r"(^|\.)[^.]*(\.\d+)?$", "", name)
@@ -468,8 +488,10 @@ def _first_difference(whole: Seen, other: Seen) -> str | None:
 
 
 def _differ(whole: list[Tensor], other: list[Tensor]) -> bool:
-    """Return whether tensors of all tokens differ, at the tokens of a shard, from tensors of all tokens or of the
-    shard. Tensors without a token dimension, such as those of experts, belong to other tokens.
+    """Return whether two lists of tensors differ at the tokens of a shard.
+
+    The second list contains either all tokens or only the shard. Tensors without a token dimension, such as those of
+    experts, are ignored.
     """
     return any(_differs(_of_shard(a), _of_shard(b)) for a, b in zip(whole, other, strict=False) if TOKENS in a.shape)
 
@@ -489,7 +511,7 @@ def _differs(a: Tensor, b: Tensor) -> bool:
 
 
 def _default_positions(watch: Watch, ids: Tensor, positions: Tensor) -> tuple[int, bool]:
-    """Return the position of the first token if no position_ids are given, and whether padding before it counts."""
+    """Return (the default position of the first token, whether padding before a sequence counts as positions)."""
     length, pad = TOKENS // 4, getattr(text_config(watch.small.config), "pad_token_id", None) or 0
     mask = (positions >= length).long()
     ids = ids.masked_fill(mask == 0, pad)
@@ -502,14 +524,15 @@ def _default_positions(watch: Watch, ids: Tensor, positions: Tensor) -> tuple[in
 
 
 def _sees_no_padding(watch: Watch, ids: Tensor, positions: Tensor) -> bool:
-    """Return whether padding before rows leaves their results unchanged, with the same position_ids. An index may count
-    its blocks from the padding on. Ranks count them from a row's first token.
+    """Return whether padding before rows leaves their results unchanged, with the same position_ids.
+
+    Some indexes count blocks from the start of the padding. Ranks count blocks from a row's first token.
     """
     length = TOKENS // 4
     plain = watch.states(ids, attention_mask=(torch.arange(TOKENS) >= length).long().expand_as(ids))
     try:
         without = watch.states(ids[:, length:], positions[:, length:])
-    except Exception:  # positions may number keys, of which there are fewer
+    except Exception:  # positions may index keys, which are fewer here
         return False
     return not _differs(plain[:, length:], without)
 
@@ -518,7 +541,7 @@ def _sees_no_padding(watch: Watch, ids: Tensor, positions: Tensor) -> bool:
 
 
 def _check_call(one: Call, model: Any) -> None:
-    """Refuse a call of attention that requests more than our attention computes."""
+    """Raise ConfigError for a call of attention with features that our attention lacks."""
     numbers = {name for name, x in one.keywords.items() if isinstance(x, Tensor) or type(x) in (int, float)}
     if strange := sorted(numbers - UNDERSTOOD - parameters_of(model)):
         picked = " of keys that an indexer picks" if any("indices" in name for name in strange) else ""
@@ -542,7 +565,7 @@ def _reaches(watch: Watch, ids: Tensor) -> bool:
 
 
 def _names(base: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the starred names of modules below `base`, with their classes if others share these names."""
+    """Return the starred names of modules below `base`, with their classes if the names are ambiguous."""
     names, classes = {module: name for name, module in base.named_modules()}, dict[str, set[type]]()
     for module, name in names.items():
         classes.setdefault(starred(name), set()).add(type(module))
@@ -564,12 +587,12 @@ def _masks(text: Any, seen: Seen) -> tuple[tuple[str, str], ...]:
 
 
 def _length_of(module: str, mask: Tensor | None, made: MadeMask | None, text: Any) -> str:
-    """Return the setting that holds the length of a causal mask's window or chunk; "" if there is none.
+    """Return the name of the setting of a causal mask's window or chunk, or "" for a plain causal mask.
 
     Args:
         module: The name of the module that got the mask.
         mask: The mask.
-        made: How transformers made it; None if the model made it itself.
+        made: How transformers made the mask, or None if the model made the mask itself.
         text: The config of the model's text part.
     """
     if mask is None:
@@ -608,7 +631,7 @@ def _visible(mask: Tensor | None, queries: int, keys: int) -> Tensor:
 
 
 def _forwards(watch: Watch, ids: Tensor) -> Iterator[Seen]:
-    """Yield several forwards with different random numbers, or one if the model draws none."""
+    """Yield several forwards with different random numbers, or only one if the model is deterministic."""
     before = _numbers_to_come()
     yield watch(ids)
     for _ in range(REPEATED if _numbers_to_come() != before else 0):
@@ -616,13 +639,13 @@ def _forwards(watch: Watch, ids: Tensor) -> Iterator[Seen]:
 
 
 def _numbers_to_come() -> tuple:
-    """Return the state of the host's generators, for comparison."""
+    """Return the state of the host's random generators, for comparison."""
     python, (_, words, *others), torchs, _ = random_state()
     return python, words.tobytes(), others, torchs.numpy().tobytes()
 
 
 def _skips(model: PreTrainedModel, ids: Tensor) -> bool:
-    """Return whether training skips layers at random, as far as the numbers that set noise show."""
+    """Return whether training skips layers at random when the noise settings are raised."""
     if not any(any(noise_of(x).values()) for x in (*configs_of(model), *model.modules())):
         return False
     watch = Watch(small_copy(model, noise=0.5)[0].train())
@@ -643,7 +666,7 @@ def divides_by_items(model: PreTrainedModel) -> bool:
 
 
 def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
-    """Return the facts of a head's loss."""
+    """Return the facts about a head's loss."""
     switch_attention(model, "eager")
     if not is_causal_lm(model):
         return {}
@@ -659,7 +682,7 @@ def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
 
 
 def _balances(model: Any, ids: Tensor, labels: Tensor, items: float, **given: Any) -> bool | None:
-    """Return whether a loss has a part that balances experts; None if the rest is not token losses over `items`."""
+    """Return whether a loss includes an expert balance term, or None if the rest is not token losses over `items`."""
     with torch.no_grad():
         output = call(model, ids, labels=ids, **given)
     part = getattr(output, "aux_loss", None)

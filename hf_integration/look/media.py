@@ -1,4 +1,4 @@
-"""Inputs with pictures or sounds for a small copy, chosen by the class of input that its forward takes."""
+"""Inputs with images or sounds for a small copy, chosen by the kind of input that the copy's forward accepts."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .look import tensors_in
 from .small import PATCHES, call, parameters_of, tokens_for
 
 Batch = dict[str, Any]
-ROWS = ((), (0,), (1, 0))  # the sizes of the pictures in each row of a batch
-PLAIN = 5  # text tokens before each picture, and at least after the last one
-# inputs that specify where patches are
+ROWS = ((), (0,), (1, 0))  # the sizes of the images in each row of a batch
+PLAIN = 5  # text tokens before each image, and minimum number after the last
+# inputs that locate patches
 SIZED = re.compile(r".*grid_(thw|hws?)|(target|.*merge)_sizes|spatial_shapes|.*position_ids")
-STRIP = "target_sizes"  # for pictures whose patches lie side by side in one picture
-GRIDS = (((4, 4), (4, 8)), ((6, 6), (6, 12)), ((8, 8), (8, 16)))  # two sizes: rows and columns of patches
+STRIP = "target_sizes"  # for images whose patches are joined side by side
+GRIDS = (((4, 4), (4, 8)), ((6, 6), (6, 12)), ((8, 8), (8, 16)))  # pairs of sizes, in rows and columns of patches
 WHOLE = ((PATCHES, PATCHES), (PATCHES, PATCHES // 2))
-TILES = ((1, 2), (3, 5), (2, 3))  # two numbers of tiles of a picture
-FRAMES = (200, 400, 80)  # the frames of a sound
+TILES = ((1, 2), (3, 5), (2, 3))  # pairs of tile numbers per image
+FRAMES = (200, 400, 80)  # the numbers of frames of a sound
 
 
 class _Medium(NamedTuple):
     noun: str
     method: str  # the method that makes features
-    tokens: tuple[str, str, str]  # names in a config of those before, in place of and behind features
+    tokens: tuple[str, str, str]  # config names of the tokens before, in place of and after features
 
 
 PICTURES = _Medium(
@@ -55,14 +55,15 @@ SOUNDS = _Medium(
 
 
 def media_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]] = ROWS) -> tuple[Batch | None, str]:
-    """Make inputs with pictures, or with sounds if a model cannot make features of pictures.
+    """Make inputs with images, or with sounds if a model does not encode images.
 
     Args:
         model: A small copy.
-        rows: For each picture of each row: 0, or 1 for a picture of another size if the class of input has sizes.
+        rows: The size index, 0 or 1, of each image in each row. All images have the same size if the kind of input has
+            no sizes.
 
     Returns:
-        (inputs of the forward with labels, ""), or (None, why there are none, as a clause).
+        (inputs of the forward with labels, ""), or (None, a clause with the reason).
     """
     reasons: list[str] = []
     for medium in (PICTURES, SOUNDS):
@@ -80,13 +81,13 @@ def media_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]] = ROWS) ->
                     return _batch(model, owner, medium, found[:number], tokens, rows), ""
                 except Exception as error:
                     said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-            first = first or said  # that of one size in the likeliest class
+            first = first or said  # the error for one size of the likeliest kind
         reasons.append(f"no {medium.noun} were found that its {medium.method} takes ({first})")
     return None, reasons[0] if reasons else "it has no get_image_features, whose results take the places of tokens"
 
 
 def padded(model: PreTrainedModel, batch: Batch, left: Collection[int], length: int = 7) -> Batch:
-    """Return a batch with this much padding: before the rows with these indices, after all others."""
+    """Pad a batch by `length` tokens, on the left of the rows in `left` and on the right of all other rows."""
     ids, pad = batch["input_ids"], getattr(text_config(model.config), "pad_token_id", None) or 0
 
     def longer(x: Tensor, value: int) -> Tensor:
@@ -95,7 +96,7 @@ def padded(model: PreTrainedModel, batch: Batch, left: Collection[int], length: 
 
     values = {"input_ids": pad, "labels": IGNORE}
     by_token = {name: longer(x, values.get(name, 0)) for name, x in batch.items() if x.shape == ids.shape}
-    by_token["labels"][[*left], length] = IGNORE  # from padding no token is predicted
+    by_token["labels"][[*left], length] = IGNORE  # padding predicts no token
     return {**batch, **by_token, "attention_mask": longer(torch.ones_like(ids), 0)}
 
 
@@ -106,7 +107,7 @@ def placeholders(config: PreTrainedConfig) -> list[int]:
 
 
 def _takes(module: nn.Module, medium: _Medium) -> bool:
-    """Return whether a module makes features and declares from which inputs."""
+    """Return whether a module makes features with a method that names its inputs."""
     method = getattr(module, medium.method, None)
     return method is not None and "args" not in inspect.signature(method).parameters
 
@@ -116,14 +117,14 @@ def _token(config: PreTrainedConfig, names: str) -> int | None:
 
 
 def _number(config: PreTrainedConfig, names: str, default: int) -> int:
-    """Return the first number with one of these names in a config or its subconfigs."""
+    """Return the first number in a config or its subconfigs whose name matches the pattern."""
     parts = [config, *(x for x in vars(config).values() if isinstance(x, PreTrainedConfig))]
     found = [x for part in parts for name, x in vars(part).items() if x and re.fullmatch(names, name)]
     return next((x[0] if isinstance(x, list | tuple) else x for x in found), default)
 
 
 def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> Iterator[list[Batch]]:
-    """Yield inputs for a method that makes features, each with two pictures of different sizes or with one sound."""
+    """Yield inputs for a method that makes features, each with two images of different sizes or with one sound."""
     parameters = inspect.signature(getattr(owner, medium.method)).parameters
     values, *others = [name for name in parameters if name not in ("self", "kwargs")]
     required = [name for name in others if parameters[name].default is inspect.Parameter.empty]
@@ -140,7 +141,7 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
     sizes = [name for name in others if SIZED.fullmatch(name)]
 
     def picture(shape: Sequence[int], grid: tuple[int, int]) -> Batch:
-        """Return the inputs for a picture with this number of rows and columns of patches."""
+        """Return the inputs for an image with the given numbers of rows and columns of patches."""
         known = {
             r".*merge_sizes": torch.tensor([merge]),
             r".*thw": torch.tensor([[1, *grid]]),
@@ -154,7 +155,7 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
         return {values: _drawn(shape), **named}
 
     one, pool = channels * patch**2, _number(config, "pooling_kernel_size", 1)
-    if sizes:  # patches: of all pictures in one dimension, or of each in a row
+    if sizes:  # patches: of all images in one dimension, or one row per image
         flat: list[tuple[int, ...]] = [
             (-1, times * one),
             (-1, channels, patch, patch),
@@ -187,7 +188,7 @@ def _batch(
     tokens: list[Any],
     rows: Sequence[Sequence[int]],
 ) -> Batch:
-    """Return inputs with which a model has been called successfully."""
+    """Make inputs, and return them after a successful call of the model."""
     config, forward = model.config, parameters_of(model)
     device = next(model.parameters()).device
     examples = [{name: x.to(device) for name, x in example.items()} for example in examples]
@@ -205,7 +206,7 @@ def _batch(
             ids[row, at - len(new) : at] = torch.tensor(new)
         behind[row, :at] = 0
     stands = torch.eq(ids, place).long()
-    # what is bidirectional: pictures, or all that is before an answer
+    # bidirectional tokens: images, or everything before an answer
     prefix = getattr(text_config(config), "use_bidirectional_attention", False)
     types = {
         "mm_token_type_ids": stands,
@@ -225,15 +226,17 @@ def _batch(
 
 
 def _number_of_features(found: Any) -> int:
-    """Return how many tokens the results of a method replace."""
+    """Return how many tokens a method's results replace."""
     pooled = getattr(found, "pooler_output", None)
     features = tensors_in(getattr(found, "last_hidden_state", found) if pooled is None else pooled)
     return sum(x[..., 0].numel() for x in features)
 
 
 def joined(pictures: Sequence[Batch]) -> Batch:
-    """Return pictures, or the pictures of several batches, as one batch: padded to the largest, or as one strip of
-    patches."""
+    """Join images, or the images of several batches, into one batch.
+
+    Images are padded to the largest size, or concatenated into one strip of patches.
+    """
     whole: Batch = {}
     for name in (names := dict.fromkeys(name for picture in pictures for name in picture)):
         given: list[Any] = [picture[name] for picture in pictures if name in picture]

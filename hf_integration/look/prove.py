@@ -1,5 +1,7 @@
-"""The proof, before training, that a model of an untested family is exact, with a small copy of it, unsplit and
-shared."""
+"""A proof, before training, that sequence parallelism is exact for a model of an untested family.
+
+The proof compares unsplit and shared runs of a small copy of the model.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +38,24 @@ from .media import media_batch, padded
 from .small import call, layers_of, small_copy, tokens_for
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # by message dtype
-MOST_OWN = 1e-4  # that a plain copy in fp32 may be off fp64 for another one to be judged beside it
-FLOOR = 3e-2  # a gradient is measured against this share of the greatest one at least
+MOST_OWN = 1e-4  # maximum error of a plain fp32 copy against fp64 that widens the tolerance
+FLOOR = 3e-2  # gradients are compared relative to at least this fraction of the largest gradient
 
 
 Batch = dict[str, Tensor]
 LOSS, OUTPUT, GRADIENT = "loss", "output", "gradient of "
-PROOF = "proof of a model"  # the name of what ranks compare
-AROUND = "padding around"  # a document's tokens of padding before and behind it, which get no output
+PROOF = "proof of a model"  # the name of the compared values in errors
+AROUND = "padding around"  # the numbers of padding tokens before and after a document, which have no output
 
 
 @dataclasses.dataclass
 class _Outcome:
     """A model's results for a batch."""
 
-    values: dict[str, Tensor]  # loss, output, and each parameter's gradient, by what error messages call them
-    layers: list[Tensor]  # what each layer gave, or this rank's part of it
-    spec: ShardSpec | None  # the spec of that part
-    by_row: bool  # whether a head gives a row one output, whatever documents are in it
+    values: dict[str, Tensor]  # loss, output, and each parameter's gradient, by their names in error messages
+    layers: list[Tensor]  # each layer's output, or this rank's part of the output
+    spec: ShardSpec | None  # the spec of this rank's part
+    by_row: bool  # whether a head returns one output per row, regardless of documents
 
 
 def prove(
@@ -63,25 +65,26 @@ def prove(
     patch: Callable[[Any], object],
     unpatch: Callable[[Any], object],
 ) -> str:
-    """Compare a small copy of a model, patched, with the same copy unpatched, in fp32. Collective over `sp`.
+    """Compare a small copy of a model, patched and unpatched, in fp32. The call is collective over the ranks of `sp`.
 
     Loss, outputs and the gradients of all parameters must agree to 1e-5, for a plain, a padded and a packed batch. A
     classifier's result for a row may come from padding, or from one document of a pack, so for the last two batches
-    only its base model is compared. If all agree, a model that takes media is also compared on batches with media.
+    only its base model is compared. If all results agree, a model that takes media is also compared on batches with
+    media.
 
     Args:
-        model: A transformers model, unwrapped. Its tensors are not read.
-        sp: The SequenceParallel that it is to be patched with.
-        facts: What is known about it.
+        model: An unwrapped transformers model. The model's tensors are not read.
+        sp: The SequenceParallel with which to patch the copy.
+        facts: The model's facts.
         patch: Patches the copy.
         unpatch: Restores the copy.
 
     Returns:
-        Why the model must not be given media, as a clause; "" if it may be.
+        A clause that says why the model must not be called with media, or "" if media are safe.
 
     Raises:
-        ConfigError: They do not agree, or the copy does not run. Raised on all ranks; the message names the first layer
-        that differs.
+        ConfigError: On all ranks, if the results do not agree or the copy does not run. The message names the first
+            layer that differs.
     """
     began, error = time.monotonic(), None
     text, no_media = compared(model, sp, facts, patch, unpatch), facts.no_media
@@ -100,10 +103,10 @@ def prove(
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How a small copy that shares sequences differs from the same copy unsplit."""
+    """The difference between a small copy that shares sequences and the same copy unsplit."""
 
-    wrong: str = ""  # a clause that says what is wrong and where; "" if nothing is
-    kind: str = ""  # the kind of batch in which it is: "plain", "padded" or "packed"
+    wrong: str = ""  # a clause that describes and locates the first error; "" if there is none
+    kind: str = ""  # the kind of the wrong batch: "plain", "padded" or "packed"
     largest: float = 0.0  # the largest relative difference
 
 
@@ -115,10 +118,15 @@ def compared(
     unpatch: Callable[[Any], object],
     batches: Callable[[Any, SequenceParallel], dict[str, Batch]] | None = None,
 ) -> Comparison:
-    """Return how patching a small copy of a model changes its results. The arguments are those of `prove`.
+    """Return how patching a small copy of a model changes its results.
 
     Args:
-        batches: (the copy, sp) -> batches by kind; None: text batches.
+        model: See `prove`.
+        sp: See `prove`.
+        facts: See `prove`.
+        patch: See `prove`.
+        unpatch: See `prove`.
+        batches: Returns batches by kind, given the copy and `sp`, or None for text batches.
     """
     with _in_fp32(sp):
         try:
@@ -138,11 +146,11 @@ def _compared(
     small = called = _on_all(sp, lambda: small_copy(model, sp.device)[0].train())
     tolerance, largest, by_row = TOLERANCE[sp.config.comm_dtype], 0.0, False
     for kind, batch in _on_all(sp, lambda: batches(small, sp)).items():
-        if kind == "packed" and sp.size == 1:  # forwards are the plain model's, which may mix documents
+        if kind == "packed" and sp.size == 1:  # on one rank the plain model runs, which may mix documents
             continue
-        # an index counts its blocks from a row's first token, that may be padding in the plain model
+        # in the plain model, an index may count its blocks from a row's padding
         in_documents = kind == "packed" or (kind == "padded" and facts.gathered and not facts.counts_padding)
-        if in_documents and facts.balance:  # the balance is a mean over all documents
+        if in_documents and facts.balance:  # the balance depends on all documents together
             set_balance_weight(small, 0.0)
         alone, place = _documents(batch) if in_documents else [batch], f", in a {kind} batch"
         if by_row:
@@ -153,11 +161,11 @@ def _compared(
         got = _on_all(sp, functools.partial(_outcome, called, [batch], sp), place)
         unpatch(small)
         wrong, gap = difference(expected.values, got.values, tolerance)
-        if _number_on_all(sp, bool(wrong)):  # unless the plain copy is about as far from itself in fp64
+        if _number_on_all(sp, bool(wrong)):  # unless the plain copy is about as far from its own fp64 results
             try:
                 truth = _on_all(sp, functools.partial(_in_fp64, called, alone))
                 wrong, gap = difference(truth, got.values, tolerance, plain=expected.values)
-            except _Failed as reason:  # nobody knows how far: what differs is wrong
+            except _Failed as reason:  # without fp64 results, any difference is an error
                 wrong = wrong and f"{wrong} (beside a plain copy in fp64 {reason})"
         largest = max(largest, gap)
         if _number_on_all(sp, bool(wrong)):
@@ -174,12 +182,13 @@ def _in_fp64(model: Any, batches: list[Batch]) -> dict[str, Tensor]:
 
 
 class _Failed(Exception):
-    """Raised on all ranks if a part of the proof has failed on one of them."""
+    """Raised on all ranks if a part of the proof fails on any rank."""
 
 
 def _on_all(sp: SequenceParallel, compute: Callable[[], Any], place: str = "") -> Any:
-    """Return a function's result after it has succeeded on all ranks. Raise _Failed on all ranks if it raises on
-    one."""
+    """Return a function's result after it has succeeded on all ranks. Raise _Failed on all ranks if the function fails
+    on any rank.
+    """
     result, raised = None, ""
     try:
         result = compute()
@@ -196,12 +205,12 @@ def _number_on_all(sp: SequenceParallel, number: int) -> int:
 
 def _batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:
     tokens = max(23, 2 * sp.multiple + 5)
-    tokens += tokens == model.config.num_labels  # else a row's scores would look like a number for each token
+    tokens += tokens == model.config.num_labels  # otherwise a row's scores would look like one number per token
     ids = tokens_for(model.config, 2, tokens)
     mask, at = torch.ones_like(ids), torch.arange(tokens)
     mask[0, : tokens // 4] = mask[1, -(tokens // 3) :] = 0
     padded = ids.masked_fill(mask == 0, getattr(text_config(model.config), "pad_token_id", None) or 0)
-    unseen = (mask == 0) | (at == tokens // 4)  # from padding no token is predicted
+    unseen = (mask == 0) | (at == tokens // 4)  # padding predicts no token
     rows = ((tokens // 3, 1, tokens - tokens // 3 - 1), (tokens // 2, tokens - tokens // 2))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
     batches = {
@@ -220,7 +229,7 @@ def _media_batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:
 
 
 def _documents(batch: Batch) -> list[Batch]:
-    """Return each document of a packed batch as a batch of its own, or each row of a padded one without padding."""
+    """Return each document of a packed batch as a separate batch, or each row of a padded batch without padding."""
     documents = []
     for row, ids in enumerate(batch["input_ids"]):
         if "position_ids" in batch:
@@ -239,7 +248,7 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
     """Return a model's results for a batch, or for its documents one by one.
 
     Args:
-        sp: The SequenceParallel that it is patched with; None: it is not patched.
+        sp: The SequenceParallel of a patched model, or None for an unpatched model.
     """
     model.zero_grad()
     seen: list[list[Tensor]] = []
@@ -260,10 +269,10 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
         by_token = [_without_padding(x, batch) for x in found if x.shape[:2] == batch["input_ids"].shape]
         by_token = [F.pad(x, (*[0] * (2 * x.dim() - 4), *around)) if any(around) else x for x in by_token]
         by_row = bool(found) and not by_token and not has_loss
-        outputs.append(by_token or found[:1])  # none of tiled losses, which make no logits, but others
+        outputs.append(by_token or found[:1])  # tiled losses make no logits
         if not has_loss:
             losses.append(torch.stack([_weighted(x) for x in outputs[-1]]).sum() / total)
-        elif number:  # a document of one token predicts nothing
+        elif number:  # a document of a single token predicts nothing
             losses.append(output.loss * (number / total))
     loss = torch.stack(losses).sum()
     loss.backward()
@@ -280,17 +289,17 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
         for index, each in enumerate(zip(*outputs, strict=True))
     }
     spec = getattr(outputs[0][0], "shard_spec", None) if outputs[0] else None
-    of_head = {LOSS: loss.detach()} if has_loss else {}  # other losses are ours, and their terms may cancel out
+    of_head = {LOSS: loss.detach()} if has_loss else {}  # other losses are our own sums, whose terms may cancel out
     return _Outcome({**of_head, **whole, **values}, layers, spec, by_row)
 
 
 def _outputs(output: Any) -> list[Tensor]:
-    """Return the tensors of an output, without the per-layer ones, which are in tuples."""
+    """Return the tensors of an output, without the tuples of per-layer tensors."""
     return [x for x in output.values() if isinstance(x, Tensor)] if isinstance(output, Mapping) else tensors_in(output)
 
 
 def _weighted(output: Tensor) -> Tensor:
-    """Return a sum of an output in which each channel has its own weight."""
+    """Return a sum of an output in which each channel has a different weight."""
     if output.dim() < 3:
         return output.sum()
     return (output * torch.linspace(0.5, 1, output.shape[-1], device=output.device)).sum()
@@ -301,7 +310,7 @@ def _predicted(batches: list[Batch]) -> int:
 
 
 def _without_padding(output: Tensor, batch: Batch) -> Tensor:
-    """Return an output with padding, whose values are arbitrary, set to 0."""
+    """Return an output with its padding set to 0, since values at padding are arbitrary."""
     mask = batch.get("attention_mask")
     return output if mask is None else output * mask.reshape(*mask.shape, *(1 for _ in output.shape[2:]))
 
@@ -313,15 +322,17 @@ def difference(
     order: float = math.inf,
     plain: Mapping[str, Tensor] | None = None,
 ) -> tuple[str, float]:
-    """Return (what differs first, or the factor by which all gradients differ, "" if nothing differs; the largest
-    difference).
+    """Return (a clause that describes the first difference, or "" without one; the largest difference).
+
+    If all gradients are wrong by the same factor, the clause names the factor.
 
     Args:
         expected: Values by name, with gradients as "gradient of ...".
-        got: The same.
+        got: The values to test, with the same names.
         tolerance: The largest allowed relative difference.
-        order: The order of the norm in which they are measured.
-        plain: The plain model's values, if `expected` are more exact; up to twice its error is also allowed.
+        order: The order of the norm that measures differences.
+        plain: The plain model's values, if `expected` are more exact. Differences up to twice the plain model's error
+            are then allowed too.
     """
     gradients = {name: x for name, x in expected.items() if name.startswith(GRADIENT)}
     floor = FLOOR * max([float(x.norm(order)) for x in gradients.values()], default=0.0)
@@ -344,12 +355,14 @@ def _gap(expected: Tensor, got: Tensor, floor: float = 0.0, order: float = math.
 
 
 def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
-    """Return " from layer N on" for the first layer whose output differs. Collective over the sequence's ranks."""
+    """Return " from layer N on" for the first layer whose output differs. The call is collective over the sequence's
+    ranks.
+    """
     for number, (whole, local) in enumerate(zip(expected.layers, got.layers, strict=True)):
         if got.spec is None or local.shape[:2] != got.spec.lead:
             return ""
         shared = whole_of(local, got.spec).whole()
-        if shared.numel() != whole.numel():  # rows without padding
+        if shared.numel() != whole.numel():  # only one of the two has padding
             return ""
         if not _gap(whole, shared.reshape(whole.shape)) <= tolerance:
             return f" from layer {number} on"
@@ -360,7 +373,7 @@ def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
 def _in_fp32(sp: SequenceParallel) -> Iterator[None]:
     """Context manager in which devices compute gradients in fp32, not TF32, with a kernel that runs on any device."""
     runtime, config = sp.runtime, sp.runtime.config
-    latent = "latent" if config.latent_attention == "auto" else config.latent_attention  # as for a long sequence
+    latent = "latent" if config.latent_attention == "auto" else config.latent_attention  # as in long sequences
     runtime.config = dataclasses.replace(config, kernel="chunked", latent_attention=latent)
     runtime.last_bound.clear()
     try:

@@ -1,4 +1,4 @@
-"""The sizes of a transformers model that the planner uses, from a model on any device or from its config."""
+"""Sizes of a transformers model for the planner, from a model on any device or from its config."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ WHOLE_NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_a
 def numbers_of(place: str) -> Model:
     """Return the sizes of the model in `place`, which is a folder with a config.json or the file itself.
 
-    Raises ConfigError for anything else, or if transformers cannot make a model from it.
+    Raises ConfigError for any other path, or if transformers cannot make a model from the config.
     """
     return _of_config(place, config_sizes)
 
 
-INDEX = re.compile(r"index(er)?_(topk|budget).*|keep_window_size")  # names in configs of models that choose keys
+INDEX = re.compile(r"index(er)?_(topk|budget).*|keep_window_size")  # config settings of models that select keys
 
 
 def config_of(place: str) -> PreTrainedConfig:
-    """Return the configuration of the model in `place`. Finds it, and raises errors, as `numbers_of` does."""
+    """Return the model configuration in `place`. Paths and errors are the same as for `numbers_of`."""
     return _of_config(place, lambda config: config)
 
 
 def random_model(place: str) -> PreTrainedModel:
-    """Return a model with this configuration and random weights, for training."""
+    """Return a model for training, with the configuration in `place` and random weights."""
     config = config_of(place)
     config.use_cache = False
     return _maker(config)(config)
@@ -88,7 +88,7 @@ def _made(place: str, content: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a config's JSON with the numbers for which transformers writes {"__float__": "Infinity"}."""
+    """Replace objects such as {"__float__": "Infinity"}, which transformers writes into config files, by floats."""
     if isinstance(value, dict) and value.keys() == {"__float__"}:
         return float(value["__float__"])
     if isinstance(value, dict):
@@ -97,8 +97,9 @@ def _with_floats(value: Any) -> Any:
 
 
 def config_sizes(config: PreTrainedConfig) -> Model:
-    """Return the sizes of a configuration's model. Its parameters are counted on the meta device, so the number is
-    right for every family.
+    """Return the sizes of the model that a configuration describes.
+
+    Parameters are counted on the meta device, so the number is right for every family.
     """
     check_model(config.to_dict())
     check_model(text_config(config).to_dict())
@@ -129,7 +130,7 @@ def _uncounted(config: PreTrainedConfig, why: str) -> ConfigError:
 def model_sizes(model: PreTrainedModel) -> Model:
     """Return the sizes of a model, on any device, whole or sharded by ZeRO-3.
 
-    Raises ConfigError for a model that is not a head on a stack of layers that attend or have a state.
+    Raises ConfigError unless the model is a head on a stack of layers with attention or a state.
     """
     from ds_seqpar.planner.request import Model
 
@@ -155,7 +156,7 @@ def model_sizes(model: PreTrainedModel) -> Model:
         layers=len(layers),
         heads=heads or state_heads,
         kv_heads=kv_heads or state_heads,
-        # in latent attention (MLA) head_dim is RoPE's
+        # in latent attention (MLA) head_dim is the width of RoPE
         head_dim=number_of(config, "qk_head_dim") or number_of(config, "head_dim") or hidden // (heads or state_heads),
         vocab=config.vocab_size,
         parameters=_elements(model),
@@ -188,14 +189,14 @@ def _attention_in(module: nn.Module) -> list[nn.Module]:
 
 
 def _gathers(config: PreTrainedConfig, attention: Sequence[nn.Module]) -> bool:
-    """Return whether modules that attend choose keys, or do not use transformers' attention interface."""
+    """Return whether attention modules select keys, or bypass transformers' attention interface."""
     codes = [inspect.unwrap(type(x).forward).__code__ for x in attention]
     is_own = bool(codes) and not any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
     return is_own or any(INDEX.fullmatch(name) for name in vars(config))
 
 
 def _index(config: PreTrainedConfig, attention: Sequence[Any]) -> Index | None:
-    """Return the sizes of layers that select latents with an index of single tokens; None if there are none."""
+    """Return the sizes of layers that select latents with an index of single tokens, or None if there are none."""
     from ds_seqpar.planner.request import Index
 
     picking = [x for x in attention if sparse.selects(x)]
@@ -207,8 +208,9 @@ def _index(config: PreTrainedConfig, attention: Sequence[Any]) -> Index | None:
 
 
 def _mlp(layer: nn.Module, hidden: int, intermediate: int | list[int] | None) -> tuple[int, int]:
-    """Return (the width of a layer's MLP, its number of matrices of that width; a matrix of two gates counts as
-    two)."""
+    """Return (the width of a layer's MLP, its number of matrices of that width). Two fused gates count as two
+    matrices.
+    """
     attending = {x for module in _attention_in(layer) for x in module.parameters()}
     own = [x for name, x in layer.named_parameters() if x not in attending and "lora_" not in name]
     shapes = [shape for x in own if len(shape := whole_shape(x)) == 2 and hidden in shape]
@@ -219,8 +221,10 @@ def _mlp(layer: nn.Module, hidden: int, intermediate: int | list[int] | None) ->
 
 
 def _tower(model: PreTrainedModel, stack: nn.Module, towers: list[PreTrainedModel]) -> Tower | None:
-    """Return a model's picture tower if it has one, otherwise its largest tower. Its parameters include those of all
-    towers and of the modules that join features with tokens."""
+    """Return a model's image tower if it has one, otherwise its largest tower.
+
+    The parameters include those of all towers and of the modules that join features with tokens.
+    """
     from ds_seqpar.planner.request import Model, Tower
 
     wanted = getattr(model.config, "vision_config", None)
@@ -254,8 +258,8 @@ def _side(size: Any) -> int:
     return min(size) if isinstance(size, list | tuple) else size or 0
 
 
-# of kinds of layers with a state: names of their attributes, or numbers. They are a name that the kind has alone, if
-# the others do not tell, then heads, heads of keys, keys, values, a head's decays, and whether there is only decay
+# for each kind of layer with a state, attribute names or numbers: optionally a name unique to the kind, then heads,
+# key heads, width of keys, width of values, decays per head, and whether the state only decays
 STATES: tuple[tuple[str | int, ...], ...] = (
     ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", 1, False),
     ("qkv_dim", "num_heads", "num_heads", "head_dim", "head_dim", "head_dim", False),
@@ -265,10 +269,10 @@ STATES: tuple[tuple[str | int, ...], ...] = (
 
 
 def _kinds_of_layers(layers: nn.ModuleList, hidden: int) -> dict[str, Any]:
-    """Return the fields of a `Model` that specify which layers attend, have a state, or have an MLP; {} if all attend
-    and have an MLP.
+    """Return the `Model` fields with the numbers of layers that have attention, a state or an MLP.
 
-    Raises ConfigError for a layer with a convolution whose sizes are not known.
+    Return {} if all layers have attention and an MLP. Raises ConfigError for a layer with a convolution of unknown
+    sizes.
     """
     states: list[StateLayers] = []
     with_state = attending = with_mlp = 0
@@ -278,7 +282,7 @@ def _kinds_of_layers(layers: nn.ModuleList, hidden: int) -> dict[str, Any]:
         states += mixers.values()
         with_state, attending = with_state + bool(mixers), attending + bool(attention)
         others = _elements(layer) - sum(map(_elements, (*mixers, *attention[:1])))
-        with_mlp += others > 8 * hidden  # more elements than norms have
+        with_mlp += others > 8 * hidden  # more elements than norms
     if not states:
         return {}
     largest = max(states, key=lambda sizes: (sizes.heads * sizes.keys * sizes.values, sizes.weights))
@@ -301,7 +305,7 @@ def _state_sizes(module: Any) -> StateLayers | None:
     convs = [x for x in children if isinstance(x, nn.Conv1d)]
     if names is None and not convs:
         return None
-    # without LoRA's parameters, under the names used without LoRA
+    # without LoRA's layers, and with the names used without LoRA
     linears = {name.removesuffix(".base_layer"): x for name, x in module.named_modules()
                if isinstance(x, nn.Linear) and "lora_" not in name}  # fmt: skip
     output = linears.get("out_proj", linears.get("o_proj"))

@@ -1,7 +1,7 @@
 """A small copy of a model: the same classes and kinds of layers, with few layers and small sizes.
 
-What a model does to tokens follows from its classes and its config, not from its size. So a copy that takes a second to
-make and run shows it, even for a model on the meta device or partitioned by ZeRO-3.
+How a model's tokens interact depends on its classes and its config, not on its size. A copy that takes a second to
+create and run is therefore enough, even for a model on the meta device or partitioned by ZeRO-3.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ..noise import noise_of
 from .facts import text_config
 
 VOCABULARY, WIDTH, INNER, RANK, FEW, POOL = 96, 64, 48, 32, 4, 2
-HEAD, CHANNELS = 8, 32  # the size of a head; the channels of a convolution layer
-PATCHES, FRAMES = 8, 100  # patches along a picture's side; frames of a sound
-LARGEST = 1 << 27  # the most parameters of a copy
-WINDOW = 5  # a config's first window; each further one is longer by 1, so that its length identifies it
+HEAD, CHANNELS = 8, 32  # the size of a head, and the channels of a convolution layer
+PATCHES, FRAMES = 8, 100  # patches along an image's side, and frames of a sound
+LARGEST = 1 << 27  # the maximum number of parameters of a copy
+WINDOW = 5  # a config's first window; each further window is longer by 1, so that lengths identify windows
 # patterns for the names of a config's numbers
 LAYERS = re.compile(r"(num_|n_)?((hidden|decoder|encoder)_)?layers?|depth")
 TOKENS = re.compile(r"(?!type_).*vocab_size(_.*)?")
@@ -42,9 +42,13 @@ WIDTHS = re.compile(r"hidden_size|d_model|n_embd|emb_dim|dim|embedding_(size|dim
 INNERS = re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_inner|dff|dim_ff|d_ff).*")
 RANKS = re.compile(r".*lora_rank")
 WINDOWS = re.compile(r"(?!.*(layer|pattern)).*(window|local_attention|attention_chunk).*")
-INDEXED = re.compile(r"index.*_(topk.*|block_size|budget)")  # keys that an index selects: all in a short sequence
-POOLED = re.compile(r"compress_rates|index_kpool|indexer_compress_ratio")  # tokens that an index treats as one
-CHUNKS = re.compile(r"(mamba_)?chunk_size|block_size")  # tokens that a layer with a state computes at a time
+INDEXED = re.compile(
+    r"index.*_(topk.*|block_size|budget)"
+)  # numbers of keys that an index selects, which would cover a short sequence
+POOLED = re.compile(
+    r"compress_rates|index_kpool|indexer_compress_ratio"
+)  # numbers of tokens that an index treats as one
+CHUNKS = re.compile(r"(mamba_)?chunk_size|block_size")  # numbers of tokens that a layer with a state computes at a time
 # a Mamba-2 layer's width as a multiple of the model's, its heads, and their size
 EXPANDED = [
     re.compile(x)
@@ -60,20 +64,21 @@ NOT_KINDS = re.compile(r"_.*|training|.*(idx|index|layer_id)")  # attributes tha
 def small_copy(
     model: PreTrainedModel, device: str | torch.device = "cpu", seed: int = 0, *, noise: float = 0.0
 ) -> tuple[Any, tuple[str, ...]]:
-    """Make a small copy of a model, with random fp32 weights and without dropout modules. It is independent of
-    zero.Init, of the default device and dtype, and of torch's generators.
+    """Make a small copy of a model, with random fp32 weights and without dropout modules.
+
+    The copy is independent of zero.Init, of the default device and dtype, and of torch's generators.
 
     Args:
-        model: A transformers model, unwrapped. Its tensors are not read.
+        model: An unwrapped transformers model. The model's tensors are not read.
         device: The device of the copy.
-        seed: The copy is the same for the same seed.
-        noise: The copy's value for the numbers above 0, in the model's config and modules, that set noise.
+        seed: The seed of the copy's weights.
+        noise: The value for all nonzero noise settings in the copy's config and modules.
 
     Returns:
-        (the copy, in evaluation mode; what could not be reduced).
+        (the copy, in evaluation mode; the sizes that could not be reduced).
 
     Raises:
-        ConfigError: The model's class cannot make a model that runs from a copy of its config.
+        ConfigError: No reduced config yields a working model.
     """
     reason, layers = "", layers_of(model)
     number = len(layers)
@@ -107,7 +112,7 @@ def call(model: nn.Module, input_ids: Tensor, **inputs: Any) -> Any:
 
 
 def takes(model: nn.Module, name: str) -> bool:
-    """Return whether a model's forward takes an argument of this name."""
+    """Return whether a model's forward accepts an argument with the given name."""
     parameters = inspect.signature(model.forward).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -137,7 +142,7 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _kind(config: PreTrainedConfig, layer: nn.Module, index: int, number: int) -> tuple:
-    """Return what distinguishes a layer from layers of other kinds."""
+    """Return the properties that distinguish a layer from layers of other kinds."""
     lists = [x for x in vars(text_config(config)).values() if isinstance(x, list | tuple) and len(x) == number]
     by_layer = [x[index] for x in lists if [*x] != [*range(number)]]
     attributes = [
@@ -152,12 +157,12 @@ def _tells(name: str, value: Any) -> bool:
 
 
 def _prefix(kinds: list[tuple]) -> int:
-    """Return the number of first layers that include all kinds; at least two, so that layers can act on one another."""
+    """Return the number of first layers that include all kinds; at least two, so that layers can interact."""
     return min(len(kinds), max(2, 1 + max(map(kinds.index, kinds), default=0)))
 
 
 def _classes(layers: list[nn.Module]) -> set[tuple]:
-    """Return the classes of each layer's modules, without those that adapters and quantizers add."""
+    """Return the classes of each layer's modules, without modules that adapters and quantizers add."""
     types = [[type(module) for module in layer.modules()] for layer in layers]
     return {tuple(x for x in each if not x.__module__.startswith(("torch.", "peft.", *QUANTIZERS))) for each in types}
 
@@ -177,15 +182,20 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
         small = new_model(type(model), config)
         for name, parameter in small.named_parameters():
             spread, wanted = float(parameter.std(correction=0)), 0.25 * (1, *parameter.shape)[-1] ** -0.5
-            if parameter.dim() < 2 or spread == 0:  # norms, biases, sinks, gates: 0 or 1 would hide their effect
+            if (
+                parameter.dim() < 2 or spread == 0
+            ):  # norms, biases, sinks, gates: values of 0 or 1 would hide their effect
                 parameter.add_(0.1 * torch.randn_like(parameter))
                 # heads as wide as the model's, with unscaled scores, would amplify rounding
                 parameter.mul_(0.25 if name.endswith("q_norm.weight") else 1)
             elif spread < wanted:
                 parameter.mul_(wanted / spread)
-            if parameter.dim() > 1:  # padding in an embedding: what divides by its size has no gradient
+            if parameter.dim() > 1:  # zero rows for padding: dividing by their norm would have no gradient
                 parameter.add_((parameter == 0).all(-1, keepdim=True) * wanted * torch.randn_like(parameter))
-    for part in (config, text):  # after the model is made, whose modules may read it: heads take one row alone without
+    for part in (
+        config,
+        text,
+    ):  # set after the model is made, since modules read it; without it, heads accept only one row
         if getattr(part, "pad_token_id", None) is None:
             part.pad_token_id = 0
     return small.float().eval()
@@ -193,7 +203,7 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
 
 @contextlib.contextmanager
 def _own_world(seed: int) -> Iterator[None]:
-    """Context manager in which torch has the defaults of a new process; it restores everything at the end."""
+    """Context manager that gives torch the defaults of a new process, and restores the previous settings on exit."""
     dtype = torch.get_default_dtype()
     with outside_zero_init(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(seed)
@@ -215,13 +225,13 @@ Rules = list[tuple[re.Pattern[str], Callable[["_Cut", str, int], int]]]
 
 
 class _Cut:
-    """How the numbers of one config are reduced."""
+    """The rules that reduce one config's numbers."""
 
     def __init__(
         self, config: PreTrainedConfig, rules: Rules, widths: dict[int, int], number: int = 0, layers: int = 0
     ):
         self.values, self.rules, self.widths, self.is_text = vars(config), rules, widths, rules is TEXT
-        self.names = config.attribute_map  # some configs' own names for common sizes
+        self.names = config.attribute_map  # some configs rename common sizes
         self.number = number or self._first(name for name in self.values if LAYERS.fullmatch(name))
         lists = [x for x in self.values.values() if isinstance(x, list | tuple) and len(x) == self.number]
         self.layers = layers or _prefix([*zip(*lists, strict=True)] or [()] * self.number)
@@ -231,14 +241,14 @@ class _Cut:
         # a head's size defaults to width / heads; several position axes share its channels
         head = HEAD * (2 if "mrope_section" in str(self.values.get("rope_parameters")) else 1)
         self._narrow = WIDTH if self.sized else self.heads * min(head, max(1, self.width // self.heads))
-        if self.width:  # widths that are equal stay equal
+        if self.width:  # equal widths stay equal
             widths[self.width] = min(self.width, math.lcm(self._narrow, widths.get(self.width, 1)))
         side, patch = self._first(["image_size"]), self._first(["patch_size"])
         self.side = Fraction(PATCHES * patch, side) if side and patch else Fraction(1)
         self.area = Fraction(PATCHES, side // patch) ** 2 if side and patch else Fraction(1)
 
     def _first(self, names: Iterable[str]) -> int:
-        """Return the first integer with one of these names, alone or in a list; 0 if there is none."""
+        """Return the first integer with one of the given names, alone or in a list, or 0 if there is none."""
         found = (
             x[0] if isinstance(x, list | tuple) and x else x
             for x in map(self.values.get, (self.names.get(name, name) for name in names))
@@ -269,14 +279,14 @@ class _Cut:
         return value * self.narrow // self.width if self.width and INNERS.fullmatch(name) else value
 
 
-# (names of a config's numbers, the rule that makes one small); the first that fits
+# (pattern for names of a config's numbers, the rule that reduces them); the first matching pattern applies
 DEPTHS: Rules = [
     (LAYERS, _Cut.layer_count),
     (re.compile(r".*(feature_layers?|_(indexes|indices|target_layers)|insert_layer_id)"), _Cut.layer_index),
 ]
 TEXT: Rules = [
     (WINDOWS, _Cut.window),
-    # the numbers of the model's input besides its states
+    # numbers of the model's input besides hidden states
     (re.compile(r"attention_hidden_size"), lambda cut, name, value: value // cut.width * cut.narrow),
     (re.compile(r"pad_token_id"), lambda cut, name, value: value if value < VOCABULARY else 0),
     (TOKENS, lambda cut, name, value: min(value, VOCABULARY)),
@@ -287,7 +297,7 @@ TEXT: Rules = [
     (POOLED, lambda cut, name, value: min(value, POOL)),
     (CHUNKS, lambda cut, name, value: min(value, CHUNK)),
 ]
-# of towers, which make features of pictures and sounds, and of the config around them and the text model's
+# rules for towers, which encode images and sounds, and for the config around towers and text model
 TOWER: Rules = [
     (re.compile(r"image_size|.*pinpoints"), lambda cut, name, value: int(value * cut.side)),
     (re.compile(r"(mm|num_image)_tokens.*|.*query_dict"), lambda cut, name, value: math.ceil(value * cut.area)),
@@ -298,14 +308,21 @@ TOWER: Rules = [
 
 
 def _cuts(config: PreTrainedConfig, number: int, layers: int) -> list[tuple[PreTrainedConfig, _Cut]]:
-    """Return how the numbers of each part of a config are reduced, given how many layers of its text model remain."""
+    """Return how to reduce the numbers of each part of a config.
+
+    Args:
+        number: The number of layers of the text model.
+        layers: The reduced number of layers.
+    """
     text, widths = text_config(config), dict[int, int]()
     towers = [part for part in _parts(config) if part is not text]
-    has_text = len(towers) < len([*_parts(config)])  # otherwise it is that of the text model, or was copied to make it
+    has_text = len(towers) < len(
+        [*_parts(config)]
+    )  # otherwise the config itself is the text model's, or was copied for the text model
     cuts = [(part, _Cut(part, TOWER, widths)) for part in towers]
     of_text = text if has_text else config
     cuts.append((of_text, _Cut(of_text, TEXT, widths, number, layers)))
-    if has_text:  # it specifies the text model's width, and a tower's layers and pictures
+    if has_text:  # the outer config specifies the text model's width, and a tower's layers and images
         around = _Cut(config, [*TOWER, *TEXT], {})
         around.widths, around.width = widths, cuts[-1][1].width
         tower = max((cut for _, cut in cuts), key=lambda cut: (cut.side != 1, cut.number > 0))
@@ -315,7 +332,7 @@ def _cuts(config: PreTrainedConfig, number: int, layers: int) -> list[tuple[PreT
 
 
 def _shrink(config: PreTrainedConfig, cut: _Cut, sizes: bool) -> None:
-    """Cut a config's layers and reduce its sizes."""
+    """Reduce a config's layers and sizes."""
     values = vars(config)
     for name, value in list(values.items()):
         rules = [*DEPTHS, *cut.rules] if sizes else DEPTHS
@@ -332,7 +349,7 @@ def _shrink(config: PreTrainedConfig, cut: _Cut, sizes: bool) -> None:
 
 
 def _of_each(rule: Callable[[int], int], value: Any) -> Any:
-    """Return a value with a rule applied to each integer in it."""
+    """Apply a rule to each integer in a possibly nested value."""
     if isinstance(value, dict):
         return {rule(key): _of_each(rule, x) for key, x in value.items()}
     if isinstance(value, list | tuple):
@@ -341,7 +358,7 @@ def _of_each(rule: Callable[[int], int], value: Any) -> Any:
 
 
 def _sections(rope: Any, head: int, before: int) -> Any:
-    """Return a RoPE config in which position axes share the channels of a head, scaled down from a larger head."""
+    """Scale a RoPE config, whose position axes share the channels of a head, down to a smaller head."""
     if not isinstance(rope, dict):
         return rope
     axes = rope.get("mrope_section") or []
@@ -351,7 +368,7 @@ def _sections(rope: Any, head: int, before: int) -> Any:
 
 
 def _renumber(parts: list[PreTrainedConfig]) -> None:
-    """Give placeholder tokens of media an id in the small vocabulary."""
+    """Renumber the placeholder tokens of media to ids in the small vocabulary."""
     ids: dict[int, int] = {}
     for part in parts:
         for name in [name for name in vars(part) if MEDIA_TOKENS.fullmatch(name)]:
@@ -360,8 +377,7 @@ def _renumber(parts: list[PreTrainedConfig]) -> None:
 
 
 def carry_over(model: PreTrainedModel, small: PreTrainedModel, noise: float) -> None:
-    """Carry over to a small copy what a user has changed on the model itself: hooks, forwards, modules of other
-    classes, noise."""
+    """Copy user changes from a model to its small copy: hooks, forwards, modules of other classes, and noise."""
     replaced: tuple[str, ...] = ()
     for name, module in list(model.named_modules()):
         twin = dict(small.named_modules()).get(name)

@@ -1,6 +1,8 @@
-"""How the pictures of a call are cut into shares, and how the features of shares are joined into those of all pictures.
-There is no table: a look at a small copy computes each picture alone and all together, and takes the first way of
-joining in which both are equal. If there is none, for example because pictures see one another, the model has no cut.
+"""Divide a call's images into shares, and join the features of all shares.
+
+No table of models is needed. A check on a small copy computes each image alone and all images together, and uses the
+first way of joining that makes both equal. If no way of joining works, for example because images attend to one
+another, the model has no `Cut`.
 """
 
 from __future__ import annotations
@@ -16,36 +18,38 @@ from torch import Tensor
 from ds_seqpar.base.compat import tree_leaves
 from ds_seqpar.base.errors import InputError
 
-ROUNDING = 2e-6  # in fp32, of the largest feature; pictures that see one another may change one another little more
+ROUNDING = (
+    2e-6  # in fp32, relative to the largest feature; images that attend to one another may differ only slightly more
+)
 GRID, TILE, PICTURE = "grid", "tile", "picture"
-# how a field of results is joined: tensors behind one another, lists whose elements are of pictures, lists whose
-# elements are each joined in one of these ways, and what all shares have alike
+# how a result field is joined: concatenated tensors, lists with elements per image, lists whose elements are each
+# joined in one of these ways, and values that are the same in all shares
 CAT, LIST, EACH, SAME = "cat", "list", "each ", "same"
 WAYS = (CAT, LIST, EACH + CAT, EACH + LIST, SAME)
-# raised for shares that a method does not take, or whose results cannot be joined in this way
+# raised if a method does not support a share, or if results cannot be joined in the tested way
 UNFIT = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
-# fields that a tower returns besides the features that replace tokens
+# internal fields that a tower returns besides the features that replace tokens
 INSIDE = re.compile(r".*(hidden_states?|attentions)")
 
 
 class Cut(NamedTuple):
-    """How a method that makes features is divided. All fields can be written as JSON."""
+    """How a feature method is divided among ranks. All fields can be written as JSON."""
 
-    by: str  # GRID: patches of all pictures lie in one dim; TILE: pictures in dims 0 and 1; PICTURE: in dim 0
-    grid: str = ""  # the argument with the numbers of each picture's frames, rows and columns of patches
+    by: str  # GRID: patches of all images in one dim; TILE: images in dims 0 and 1; PICTURE: images in dim 0
+    grid: str = ""  # the argument with each image's numbers of frames, patch rows and patch columns
     dim: int = 0  # the dim of the patches
-    frames: bool = False  # whether the frames of a film can be on several ranks
-    drops: bool = False  # whether pictures of zeros, which pad rows, have no features
-    ways: Mapping[str, str] = {}  # field of a result -> how it is joined
+    frames: bool = False  # whether the frames of a video can be on several ranks
+    drops: bool = False  # whether all-zero images, which pad rows, have no features
+    ways: Mapping[str, str] = {}  # how each result field is joined
 
 
 class Pictures:
-    """The pictures of one call, or the tiles of pictures or frames of films, which are assigned to ranks one by one.
+    """The images of one call, their tiles, or the frames of videos, as elements that are assigned to ranks one by one.
 
     Attributes:
-        costs: The cost of each, in patches or tiles.
-        owners: For each, the index of the picture, or row of pictures, to which it belongs.
-        number: The number of pictures, or of rows.
+        costs: The cost of each element, in patches or tiles.
+        owners: For each element, the index of its image or row of images.
+        number: The number of images, or of rows.
     """
 
     def __init__(self, arguments: Mapping[str, Any], cut: Cut) -> None:
@@ -73,16 +77,16 @@ class Pictures:
                 self.arguments |= {name: arguments[name][kept][:, None] for name in leads}
 
     def of_elements(self, begin: int, end: int) -> list[int]:
-        """Return the owner of each element of a list of features, for the arguments that `part` returns."""
+        """Return the owner of each element in a list of features, for the arguments from `part(begin, end)`."""
         return [*dict.fromkeys(self.owners[begin:end])] if self.cut.by == GRID else self.owners[begin:end]
 
     def smallest(self) -> dict[str, Any]:
-        """Return the arguments for the cheapest one."""
+        """Return the arguments for the cheapest element."""
         at = self.costs.index(min(self.costs))
         return self.part(at, at + 1)
 
     def part(self, begin: int, end: int) -> dict[str, Any]:
-        """Return the arguments for those from `begin` up to `end`."""
+        """Return the arguments for the elements from `begin` up to `end`."""
         if self.cut.by != GRID:
             number = len(self.costs)
             return {name: x[begin:end] if _holds(x, number) else x for name, x in self.arguments.items()}
@@ -114,19 +118,19 @@ class Pictures:
 
 
 def _holds(x: Any, number: int) -> bool:
-    """Return whether an argument has an element for each picture."""
+    """Return whether an argument has one element per image."""
     if isinstance(x, Tensor):
         return x.dim() > 0 and len(x) == number
     return isinstance(x, list) and len(x) == number and all(isinstance(y, Tensor | list | tuple) for y in x)
 
 
 def joined(way: str, parts: Sequence[Any], owners: Sequence[list[int]], number: int) -> Any:
-    """Return a field of the result, joined over all pictures.
+    """Join one field of the result over all images.
 
     Args:
         way: One of `WAYS`.
         parts: The field of each share's result.
-        owners: For each share, the owners of the elements of lists.
+        owners: For each share, the owners of its list elements.
         number: The number of elements of a list.
     """
     if way in (CAT, SAME):
@@ -141,20 +145,22 @@ def joined(way: str, parts: Sequence[Any], owners: Sequence[list[int]], number: 
 
 
 def features_in(result: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a result that a model uses. The internal fields of a tower are left out if it returns
-    others."""
+    """Return the fields of a result that a model uses.
+
+    A tower's internal fields are left out if there are other fields.
+    """
     return [name for name in result if not INSIDE.fullmatch(name)] or [*result]
 
 
-# ---- the look
+# ---- the check on a small copy
 
 
 def cut_of(method: Callable[..., Any], arguments: Mapping[str, Any]) -> Cut | None:
-    """Return how a method that makes features can be divided; None if it cannot be.
+    """Return how a method that makes features can be divided, or None if no division works.
 
     Args:
         method: A method of a small copy.
-        arguments: Its arguments by name, for two or more pictures.
+        arguments: The method's arguments by name, for two or more images.
     """
     for cut in _tries(arguments):
         try:
@@ -179,8 +185,7 @@ def _tries(arguments: Mapping[str, Any]) -> Iterator[Cut]:
 
 
 def _ways(method: Callable[..., Any], arguments: Mapping[str, Any], cut: Cut) -> dict[str, str]:
-    """Return how results are joined, if this is the same for single pictures and for shares of other sizes; otherwise
-    {}."""
+    """Return how each result field is joined, or {} if single images and larger shares need different ways."""
     whole, pictures, found = method(**arguments), Pictures(arguments, cut), list[dict[str, str]]()
     names, count = features_in(whole), len(pictures.costs)
     for ends in (range(count + 1), (0, 1, count)):
@@ -202,6 +207,6 @@ def _rebuilds(whole: Any, way: str, parts: Sequence[Any], owners: Sequence[list[
     try:
         for x in parts if way == SAME else [joined(way, parts, owners, number)]:
             torch.testing.assert_close(x, whole, rtol=0.0, atol=ROUNDING * largest)
-    except UNFIT:  # results with other shapes, lengths or values
+    except UNFIT:  # results with different shapes, lengths or values
         return False
     return True

@@ -1,8 +1,10 @@
-"""Make all ranks call the towers, or none, if some ranks have pictures and others do not. Ranks gather partitioned
-parameters (ZeRO-3, FSDP2) together, in forward and backward. They also reduce gradients together (ZeRO-1 and 2, DDP),
-for which each must have the same set. So before a forward all ranks of the world tell whether they have pictures. If
-some do, a rank without pictures computes the smallest picture of another rank, at the point where a model would compute
-its own: after its embeddings. This does not affect the loss.
+"""Make all ranks call the towers if any rank has images.
+
+Ranks gather partitioned parameters (ZeRO-3, FSDP2) together, in forward and backward. Ranks also reduce gradients
+together (ZeRO-1 and 2, DDP), so every rank needs gradients for the same parameters. Before a forward, all ranks of the
+world therefore report whether they have images. If any rank has images, ranks without images compute the smallest image
+of another rank. The extra image is computed after the embeddings, like a model's own images, and does not affect the
+loss.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ def join(
     """Hook the module that makes features so that all ranks of the world call its towers together.
 
     Args:
-        owner: The module, whose forward takes pictures.
-        embedding: The model's token embedding, which is called before the towers.
-        sp: Whose ranks share sequences.
+        owner: The module whose forward takes images.
+        embedding: The model's token embedding, which runs before the towers.
+        sp: The SequenceParallel whose ranks share sequences.
         cuts: How methods are divided, by name.
         methods: The names of the methods that make features.
     """
@@ -48,13 +50,15 @@ def join(
 
 
 class _Joining:
-    """What ranks without pictures compute instead."""
+    """The hook that makes ranks without images compute another rank's smallest image."""
 
     def __init__(
         self, embedding: nn.Module, sp: SequenceParallel, cuts: Mapping[str, Cut], methods: tuple[str, ...]
     ) -> None:
         self.embedding, self.sp, self.cuts, self.methods = embedding, sp, cuts, methods
-        self.smallest: dict[str, dict[str, Any]] = {}  # arguments by method, on the CPU, the same on all ranks
+        self.smallest: dict[
+            str, dict[str, Any]
+        ] = {}  # for each method, the smallest image's arguments on the CPU, the same on all ranks
         self.hook: RemovableHandle | None = None  # the hook of the embedding, for one call
 
     def before(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -79,7 +83,7 @@ class _Joining:
         for name in having:
             if sums[len(self.methods) + self.methods.index(name)]:
                 self._tell_smallest(name, given[name])
-        # after the hooks of the embedding that gather its parameters, in backward too
+        # runs after the hooks that gather the embedding's parameters, in backward too
         if lacking := [name for name in having if not given[name]]:
             self.hook = self.embedding.register_forward_hook(functools.partial(self._behind_embedding, owner, lacking))
 
@@ -93,12 +97,14 @@ class _Joining:
 
     @staticmethod
     def _given(method: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a method that a forward is given; none if the first one is missing."""
+        """Return a method's arguments from a forward's inputs, or {} if the first argument is missing."""
         names = [*inspect.signature(method).parameters]
         return {} if inputs.get(names[0]) is None else {name: inputs[name] for name in names if name in inputs}
 
     def _tell_smallest(self, name: str, given: dict[str, Any]) -> None:
-        """Keep the smallest picture of the first rank that has some. Collective over the world."""
+        """Broadcast and store the smallest image of the first rank that has images. The call is collective over all
+        ranks.
+        """
         world, told = self.sp.control_world, list[Any]([None])
         ranks, rank = dist.get_world_size(world), dist.get_rank(world)
         first = ranks - maximum(world, ranks - rank if given else 0, CALL)
@@ -106,7 +112,7 @@ class _Joining:
             try:
                 smallest = Pictures(given, self.cuts[name]).smallest() if name in self.cuts else given
                 told = [tree_map(lambda x: x.detach().cpu().clone() if isinstance(x, Tensor) else x, smallest)]
-            except Exception as reason:  # told to the other ranks, which wait for a picture
+            except Exception as reason:  # sent to the other ranks, which wait for an image
                 told = [as_seqpar_error("telling ranks without pictures the smallest one failed", reason)]
         with explaining_failure(CALL, world):
             dist.broadcast_object_list(told, group=world, group_src=first)
@@ -124,7 +130,7 @@ class _Joining:
             arguments = tree_map(lambda x: x.to(output.device) if isinstance(x, Tensor) else x, self.smallest[name])
             with entered(LOCAL):
                 result = getattr(owner, name)(**arguments)
-            # no rank runs backward through other fields
+            # no rank runs backward through the internal fields
             features += tree_leaves([result[field] for field in features_in(result)])
         return _Beside.apply(output, *(x for x in features if isinstance(x, Tensor) and x.requires_grad))
 
@@ -136,7 +142,7 @@ def _is_partitioned(module: nn.Module) -> bool:
 
 
 class _Beside(Function):
-    """(x, others) -> x; the others get gradients of 0, so that backward runs through the code that made them."""
+    """The identity on x. All further inputs get zero gradients, so that backward runs through their graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:

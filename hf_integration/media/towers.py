@@ -1,10 +1,12 @@
-"""Towers whose pictures are divided among the ranks that share a sequence: each rank makes features only of its own.
-This happens in whole calls, in which each rank would otherwise make the features of all pictures. A rank computes
-neighboring pictures, or frames of films, and sends their features to the others. The gradients of features are summed
-back to the rank that made them. So a tower's parameters get the gradient of the rank's own pictures from the tokens of
-all ranks, times the number of ranks, and the mean over ranks is the plain gradient. A rank without pictures computes
-the smallest one but sends nothing: every parameter needs a gradient, and ranks must gather partitioned parameters
-together.
+"""Towers whose images are divided among the ranks that share a sequence: each rank encodes only its own images.
+
+Without the division, each rank would encode all images of a whole call. With the division, each rank encodes
+neighboring images, or frames of videos, and sends the features to the other ranks. The gradients of features are summed
+back to the rank that made the features. A tower's parameters thus get the gradient of the rank's own images from the
+tokens of all ranks, times the number of ranks. The mean over ranks therefore equals the plain gradient.
+
+A rank without images still computes the smallest image, since every parameter needs a gradient and ranks must gather
+partitioned parameters together. The features of that image are not sent.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ from .cuts import GRID, SAME, Cut, Pictures, cut_of, joined
 PICTURES, FILMS = "get_image_features", "get_video_features"
 METHODS = (PICTURES, FILMS, "get_audio_features")
 FEATURES = "features of pictures"
-KIND = "features"  # the name under which `sp.comm.received` counts them
+KIND = "features"  # the name under which `sp.comm.received` counts features
 Cuts = dict[str, Cut]
 
 
 class Replaced(NamedTuple):
-    """A method that is replaced by another one until `remove`."""
+    """A method that is replaced until `remove`."""
 
     owner: nn.Module
     name: str
@@ -53,8 +55,7 @@ class Replaced(NamedTuple):
 
 
 def owner_of(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the innermost module with a method that makes features and declares from which inputs; None if there is
-    none."""
+    """Return the innermost module with a method of the given name and named inputs, or None if there is none."""
     found = [module for module in model.modules() if hasattr(module, name)]
     return next((x for x in reversed(found) if "args" not in _names(x, name)), None)
 
@@ -64,14 +65,15 @@ def _names(owner: nn.Module, name: str) -> list[str]:
 
 
 def cuts_for(model: PreTrainedModel, sp: SequenceParallel) -> Cuts:
-    """Return how a model's methods that make features are divided, by method name. Collective over `sp`.
+    """Return how a model's feature methods are divided among ranks, by method name. The call is collective over the
+    ranks of `sp`.
 
     Args:
-        model: A transformers model, unwrapped. Its tensors are not read.
-        sp: Whose ranks share sequences.
+        model: An unwrapped transformers model. The model's tensors are not read.
+        sp: The SequenceParallel whose ranks share sequences.
 
     Raises:
-        ConfigError: `divide_media` is true, and the pictures of this model cannot be divided.
+        ConfigError: `divide_media` is true, but the images of the model cannot be divided.
     """
     setting, cuts = sp.config.divide_media, Cuts()
     if sp.size == 1 or setting is False or not any(owner_of(model, name) for name in METHODS):
@@ -92,16 +94,17 @@ def cuts_for(model: PreTrainedModel, sp: SequenceParallel) -> Cuts:
 
 
 def divide(model: PreTrainedModel, sp: SequenceParallel, cuts: Mapping[str, Cut]) -> list[Any]:
-    """Divide the pictures of a model's whole calls among the ranks of a sequence, and make all ranks call its towers
-    together if these are partitioned.
+    """Divide the images of a model's whole calls among the ranks of a sequence.
+
+    All ranks call the towers together if necessary, for example if the towers are partitioned.
 
     Args:
-        model: A transformers model, unwrapped, or its small copy.
-        sp: Whose ranks share sequences.
+        model: An unwrapped transformers model, or its small copy.
+        sp: The SequenceParallel whose ranks share sequences.
         cuts: From `cuts_for`.
 
     Returns:
-        Objects whose `remove` undoes it.
+        Handles whose `remove` undoes the division.
     """
     found = {name: owner for name in METHODS if sp.size > 1 and (owner := owner_of(model, name)) is not None}
     of_owners = {owner: tuple(name for name, x in found.items() if x is owner) for owner in found.values()}
@@ -113,8 +116,10 @@ def divide(model: PreTrainedModel, sp: SequenceParallel, cuts: Mapping[str, Cut]
 
 
 def _replace(owner: nn.Module, name: str, instead: Callable[..., Any]) -> Replaced:
-    """Replace a module's method by `instead(arguments by name, the method)`. This also holds for copies of the
-    module."""
+    """Replace a module's method by `instead(arguments by name, the method)`.
+
+    Copies of the module keep the replacement.
+    """
     plain, names = getattr(type(owner), name), _names(owner, name)
 
     @functools.wraps(plain)
@@ -137,7 +142,7 @@ def _features(sp: SequenceParallel, cut: Cut, arguments: dict[str, Any], method:
     try:
         with entered(LOCAL):
             result = method(**(pictures.smallest() if is_idle else pictures.part(begin, end)))
-    except Exception as reason:  # reported to the other ranks, which would wait for features
+    except Exception as reason:  # reported to the other ranks, which wait for features
         error = as_seqpar_error("making features of pictures failed", reason)
     finally:
         context.state.shared = stream.end()
@@ -151,11 +156,13 @@ def _features(sp: SequenceParallel, cut: Cut, arguments: dict[str, Any], method:
 
 
 def _gathered(sp: SequenceParallel, own: dict[str, Any], has_share: bool) -> list[Any]:
-    """Return the fields of each rank's features, by rank; None for a rank without a share. Collective over `sp`."""
+    """Return the fields of each rank's features, by rank, or None for a rank without a share. The call is collective
+    over the ranks of `sp`.
+    """
     told = tree_map(lambda x: x.detach().to("meta"), own) if has_share else None
     by_rank = [told for _, told in all_gather_objects(sp.groups.control, (FEATURES, told))]
     leaves = [[] if told is None else tree_leaves(told) for told in by_rank]
-    mine = torch.cat([x.flatten() for x in tree_leaves(own)])  # in the widest dtype of all
+    mine = torch.cat([x.flatten() for x in tree_leaves(own)])  # in the widest dtype of all fields
     whole = _Gathered.apply(mine, [sum(x.numel() for x in each) for each in leaves], sp)
     pieces = iter(whole.split([x.numel() for each in leaves for x in each]))
     parts: list[Any] = [None] * sp.size
@@ -166,7 +173,7 @@ def _gathered(sp: SequenceParallel, own: dict[str, Any], has_share: bool) -> lis
 
 
 class _Gathered(Function):
-    """(elements of this rank, how many each rank sends: all of its own or none) -> the elements of all ranks."""
+    """Gather the elements of all ranks. Each rank sends either all of its elements or none."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, sizes: list[int], sp: SequenceParallel) -> Tensor:
@@ -187,21 +194,21 @@ class _Gathered(Function):
 
 
 def _exchanged(sp: SequenceParallel, own: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-    """Exchange elements: return the given number from each rank, and send the given number of this rank's to each."""
+    """Exchange the given numbers of elements with each rank, and return the received elements."""
     received = own.new_empty(sum(receives))
     sp.comm.exchange_with_all(f"the exchange of {FEATURES}", KIND, own, received, (tuple(sends), tuple(receives)))
     return received
 
 
-# ---- the look
+# ---- the check on a small copy
 
 
 def cuts_of(small: PreTrainedModel, batch: Mapping[str, Any]) -> Cuts:
-    """Return how the methods of a small copy that make features can be divided, by method name.
+    """Return how the feature methods of a small copy can be divided, by method name.
 
     Args:
         small: The copy.
-        batch: Inputs with three pictures or sounds, as `media_batch` makes them.
+        batch: Inputs with three images or sounds, from `media_batch`.
     """
     given: dict[str, dict[str, Any]] = {}
 
@@ -224,9 +231,9 @@ def cuts_of(small: PreTrainedModel, batch: Mapping[str, Any]) -> Cuts:
 
 
 def _films(cut: Cut, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments for two films, of two frames and of one frame, made from the arguments for pictures."""
+    """Return arguments for two videos, of two frames and of one frame, made from the arguments for images."""
     pictures = Pictures(arguments, cut)
     one, films = pictures.part(0, 1), pictures.part(0, 2)
     frame, grid = one[pictures.values], films[cut.grid].clone()
-    grid[:1, :-2] = 2  # a grid without frames stays unchanged, and fits no films
+    grid[:1, :-2] = 2  # a grid without frames stays unchanged, and supports no videos
     return films | {pictures.values: torch.cat([frame.flip(-2), films[pictures.values]], cut.dim), cut.grid: grid}

@@ -1,1 +1,1 @@
-"""Tiled MLPs and losses, head chunks, and sliced weights, for less memory."""
+"""Tiled MLPs and losses, head chunks and sliced weights, which save memory."""

@@ -1,13 +1,16 @@
 """Attention modules that compute a few heads at a time, including projections.
 
 A head chunk is a slice of heads: rows of the weights that make q, k and v, and columns of the output projection's
-weight. It projects the layer's input, attends, and adds its part to the output. So q, k, v and the attention output
-never exist for all heads at once. Backward repeats the head chunks: it projects again, uses the attention results that
-forward saved, and adds each head chunk's part to the gradient of the input. The gradients of a weight's slices fill a
-single gradient of the weight, so the parameter, and hence ZeRO and DDP, gets it once.
+weight. Each head chunk projects the layer's input, attends, and adds its part to the output. Therefore q, k, v and the
+attention output never exist for all heads at once.
 
-Between projections and attention, families have norms of q and k, RoPE, or sinks. These are computed by the forward of
-the family's own class, on a copy of the module (its twin) that has the head chunk's heads.
+Backward repeats the head chunks. Each head chunk projects again, uses the attention results saved in forward, and adds
+its part to the gradient of the input. The gradients of a weight's slices fill a single gradient of the weight, so that
+the parameter, and hence ZeRO and DDP, gets its gradient once.
+
+Between projections and attention, families have different steps, for example norms of q and k, RoPE, or sinks. The
+forward of the family's own class computes the intermediate steps, on a copy of the module (its twin) that has the head
+chunk's heads.
 """
 
 from __future__ import annotations
@@ -42,8 +45,10 @@ ALL_HEADS = SECTION + ".head_chunks: projections are computed for all heads at o
 
 
 def use_head_chunks(module: Any) -> None:
-    """Make an attention module compute its heads in head chunks in sharded forwards. The settings of its
-    SequenceParallel give the number of chunks. ZeRO-3 then gathers all parameters of the module together, as a leaf.
+    """Make an attention module compute its heads in head chunks in sharded forwards.
+
+    The number of chunks comes from the settings of the module's SequenceParallel. ZeRO-3 then gathers all parameters of
+    the module together, as a leaf.
     """
     own = patched(module)
     if own.sp.config.head_chunks == 1 or own.sp.config.overlap:
@@ -57,7 +62,7 @@ def use_head_chunks(module: Any) -> None:
 
 
 def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Pass the input of the module by position: ZeRO-3 looks for a leaf's input among positional arguments."""
+    """Pass the module's input by position, since ZeRO-3 looks for a leaf's input among positional arguments."""
     if "hidden_states" in kwargs:
         args = (kwargs.pop("hidden_states"), *args)
     return before_leaf(module, args) or args, kwargs
@@ -77,7 +82,6 @@ def _forward(class_forward: Callable[..., Any], module: Any, x: Tensor, *args: A
 
 
 def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layout: BatchLayout | None) -> int:
-    """Return the number of head chunks of a forward."""
     own = patched(module)
     sp, mask, shards = own.sp, own.mask, None
     if sp.config.head_chunks != "auto":
@@ -91,7 +95,7 @@ def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layou
 
 
 def _has_head_chunks(module: Any) -> bool:
-    """Return whether head chunks can project their own heads. Otherwise only attention itself is in head chunks."""
+    """Return whether head chunks can project their own heads. Otherwise only attention itself runs in head chunks."""
     if torch.compiler.is_compiling():
         log_once(ALL_HEADS.format("a compiled model"))
     elif (facts := TESTED.get(module.config.model_type)) is None or facts.norms_heads:
@@ -112,13 +116,13 @@ def _is_linear(module: Any) -> bool:
 
 
 class _HeadChunkForward:
-    """One forward of an attention module in head chunks, with all that its backward repeats.
+    """One forward of an attention module in head chunks, with the state that its backward needs.
 
     Args:
         chunks: The head chunks.
         x: The input of the module.
         class_forward: The forward of the module's class.
-        args: Further arguments of that forward.
+        args: Further arguments of the forward.
     """
 
     def __init__(
@@ -131,10 +135,11 @@ class _HeadChunkForward:
         self.needs_grad, self.keeps, self.stack = torch.is_grad_enabled(), False, HeadChunkResults.in_checkpoint()
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Compute the forward.
+        """Compute the module's forward in head chunks.
 
         Returns:
-            (the output, the attention results of all head chunks that backward needs; [] if a checkpoint keeps them).
+            (the output, the attention results of all head chunks for backward, or [] if a checkpoint stores the
+            results).
         """
         out, results = torch.empty(0), list[Tensor]()
         for index in range(len(self.head_chunks)):
@@ -159,24 +164,24 @@ class _HeadChunkForward:
     def attention(self, x: Tensor) -> Callable[..., tuple]:
         """Return the forward of the module's class as a function of a twin.
 
-        Only the shape of x matters, since twins have the results of their projections.
+        Only the shape of x matters, since twins already contain the results of their projections.
         """
         return lambda twin: self.class_forward(twin, x, *self.args)
 
     def backward(self, x: Tensor, results: list[Tensor], grad: Tensor, wants_x: bool) -> Iterator[Tensor | None]:
-        """Yield the gradient of the input x, and then those of the parameters.
+        """Yield the gradient of the input x, and then the gradients of the parameters.
 
         Args:
             x: The saved input.
-            results: The attention results of all head chunks. The list is emptied, so that each is freed after its head
-                chunk.
+            results: The attention results of all head chunks. The list is emptied, so that each result is freed after
+                its head chunk.
             grad: The gradient of the module's output.
             wants_x: Whether x needs a gradient.
         """
         gradients, per_chunk = Gradients(), len(results) // len(self.head_chunks)
         dx: Tensor | None = None
         with self.conditions.restored():
-            torch.set_autocast_cache_enabled(False)  # casts that were cached without a graph must not be used in one
+            torch.set_autocast_cache_enabled(False)  # casts cached without a graph must not be used in a graph
             for index in reversed(range(len(self.head_chunks))):
                 chunk_results = tuple(results[index * per_chunk :]) if self.stack is None else self.stack.pop()
                 del results[index * per_chunk :]
@@ -191,9 +196,9 @@ class _HeadChunkForward:
         return Slice(self.module, self.head_chunks, index, grad=True)
 
     def without_outs(self, results: list[Any], grad: Tensor, gradients: Gradients) -> None:
-        """Replace out by delta = rowsum(do * out) (B, s, heads) in the attention results of head chunks.
+        """Replace `out` by `delta = rowsum(do * out)` (B, s, heads) in the attention results of head chunks.
 
-        Once the output projection has its gradients, backward needs nothing else of out.
+        After the backward of the output projection, only delta is needed.
         """
         for index, (out, lse, *common) in enumerate(results):
             do = self.outward_backward(self.chunk(index), out.flatten(2), grad, gradients)
@@ -205,7 +210,7 @@ class _HeadChunkForward:
 
         Args:
             grad: The gradient of the module's output.
-            gradients: Takes the gradients of the output projection; None if it already has them.
+            gradients: Receives the gradients of the output projection, or None if they are already computed.
         """
         d_attended = torch.empty_like(attended)
         with (gradients or Gradients()).adding([] if gradients is None else chunk.leaves_out) as differentiate:
@@ -224,10 +229,10 @@ class _HeadChunkForward:
 
         Args:
             results: The head chunk's attention results.
-            dx: The gradient of x so far; None for the first head chunk.
+            dx: The gradient of x so far, or None for the first head chunk.
 
         Returns:
-            The gradient of x; None if x needs none.
+            The gradient of x, or None if x needs no gradient.
         """
         anchor = torch.zeros((), requires_grad=True, device=x.device)
         has_delta = is_delta(results[0])  # `without_outs` has replaced out
@@ -235,10 +240,10 @@ class _HeadChunkForward:
             projected = {
                 name: _GraphStart.apply(anchor, tensor) for name, tensor in chunk.project(x, self.tiles).items()
             }
-            # edges do not keep the tensors alive
+            # unlike tensors, edges keep no memory alive
             input_edges = [get_gradient_edge(tensor) for tensor in projected.values()]
             attended = HeadChunkReplay(results, self.keeps).run(chunk.attend, self.attention(x), projected)
-        # besides out and lse only the keys' common part, see `without_outs`
+        # results with only out, lse and possibly the keys' common part, see `without_outs`
         self.plain = len(results) == 2 + DENSE.has_common(x.dtype) and _is_viewed(attended, results[0])
         d_attended = self.outward_backward(chunk, attended, grad, None if has_delta else gradients)
         output_edges = [get_gradient_edge(attended)]
@@ -259,14 +264,15 @@ class _HeadChunkForward:
 
 
 def _is_viewed(attended: Tensor, out: Tensor) -> bool:
-    """Return whether the output projection gets attention's out itself, in another shape."""
+    """Return whether the output projection's input is attention's output itself, possibly reshaped."""
     is_same = attended.numel() == out.numel() and attended.storage_offset() == out.storage_offset()
     return is_same and attended.is_contiguous() and attended.untyped_storage() is out.untyped_storage()
 
 
 class _GraphStart(Function):
-    """The identity of x, at the start of a graph. Unlike the edge of a leaf, its edge does not keep the tensor
-    alive."""
+    """The identity of x at the start of a graph. The edge of x, unlike the edge of a leaf, does not keep the tensor
+    alive.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
@@ -278,7 +284,7 @@ class _GraphStart(Function):
 
 
 class _ByHeadChunks(Function):
-    """The module's output (B, s, d). Saves the module's input and attention's results."""
+    """The module's output (B, s, d) as an autograd function that saves the input and the attention results."""
 
     @staticmethod
     def forward(ctx: Any, run: _HeadChunkForward, x: Tensor, *parameters: nn.Parameter) -> Tensor:

@@ -1,14 +1,15 @@
 """Compute a per-token function tile by tile, so that its intermediate tensors never exist for all tokens at once.
 
-Source: TiledMLP and the tiled loss of ALST (arXiv 2506.13996, section 3.1). DeepSpeed (`sequence_tiled_compute`) adds
-up the gradients of tiles in `.grad`, in the parameters' dtype, and marks each parameter so that ZeRO knows the last
-tile. Here no parameter gets a gradient until all tiles are done. `torch.autograd.grad` computes the gradients of a tile
-and runs no hook of a parameter. They are summed in fp32 or wider, and returned once, as the gradients of the function.
-So ZeRO and DDP get one gradient per parameter and backward pass, whatever the number of tiles.
+Source: TiledMLP and the tiled loss of ALST (arXiv 2506.13996, section 3.1). DeepSpeed (`sequence_tiled_compute`)
+accumulates the gradients of tiles in `.grad`, in the parameters' dtype, and marks each parameter so that ZeRO
+recognizes the last tile. In this module, no parameter gets a gradient until all tiles are done. `torch.autograd.grad`
+computes the gradients of a tile without running the hooks of parameters. The gradients are summed in fp32 or wider, and
+returned once, as the gradients of the function. ZeRO and DDP thus get one gradient per parameter and backward pass, for
+any number of tiles.
 
-Backward recomputes each tile. A loss needs no second run: the incoming gradient is one factor for all tiles, so their
-gradients are computed in forward, as in DeepSpeed. In fp16 tiles of a loss are recomputed too, because their gradients
-need the loss scale.
+Backward recomputes each tile. A loss needs no second run: the incoming gradient is one factor for all tiles, so the
+gradients of tiles are computed in forward, as in DeepSpeed. In fp16 the tiles of a loss are recomputed too, because
+their gradients need the loss scale.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ Compute = Callable[[Tensor, slice], Tensor]  # called with a tile (B, t, d) and 
 
 
 def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int) -> Tensor:
-    """Compute compute(x) over `tiles` tiles of dim 1.
+    """Compute `compute(x)` in `tiles` tiles along dim 1.
 
-    Backward returns the gradient of x as one tensor, and those of the parameters in their own dtype. Everything that
-    backward needs is saved before anything is computed. So torch's non-reentrant checkpoint, which repeats a forward
-    only up to the last tensor it needs, stops before the tiles.
+    Backward returns the gradient of x as one tensor, and parameter gradients in the parameters' dtype. All tensors for
+    backward are saved before the computation starts. torch's non-reentrant checkpoint repeats a forward only up to the
+    last saved tensor, so it stops before the tiles.
 
     Args:
-        compute: A function that treats tokens independently, and keeps the shape.
+        compute: A function that processes tokens independently, and keeps the shape.
         x: (B, s, d).
-        parameters: The parameters that compute uses and that need gradients.
+        parameters: The trained parameters that `compute` uses.
         tiles: The number of tiles.
     """
     run = _TiledForward(compute, x, tuple(parameters), tiles)
@@ -50,19 +51,24 @@ def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles
 
 
 def tiled_sum(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Tensor:
-    """Return the sum over tiles of compute(tile), a scalar; otherwise like `tiled`. Gradients are computed in forward,
-    and backward multiplies them by the incoming gradient. A second backward raises RuntimeError.
+    """Return the sum of `compute(tile)` over all tiles, a scalar. See `tiled` for the arguments.
+
+    Gradients are computed in forward, and backward multiplies them by the incoming gradient. A second backward raises
+    RuntimeError.
 
     Args:
-        sums: The gradient sums of the parameters that compute uses and that need gradients. compute may add to them
-        itself (`GradientSums.linear`).
+        compute: A function of a tile that returns a scalar.
+        x: See `tiled`.
+        sums: The gradient sums of the trained parameters that `compute` uses. `compute` may add to the sums itself
+            (`GradientSums.linear`).
+        tiles: See `tiled`.
     """
     run = _TiledForward(compute, x, sums.parameters, tiles)
     return _Summed.apply(run, sums, torch.is_grad_enabled() and not run.needs_loss_scale(x), x, *sums.parameters)
 
 
 def tiled_by_token(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Tensor:
-    """Return compute(tile) (B, t, n) for all tiles, where n need not equal d; otherwise like `tiled_sum`.
+    """Return `compute(tile)` (B, t, n) for all tiles, like `tiled_sum` but without summing. n may differ from d.
 
     Backward recomputes each tile, and may run again.
     """
@@ -80,7 +86,7 @@ def tile_slices(tokens: int, tiles: int) -> list[slice]:
 
 
 class _TiledForward:
-    """One tiled forward, with everything that its backward repeats: tiles, autocast, and random numbers."""
+    """One tiled forward, with the state that its backward needs: tiles, autocast settings, and random numbers."""
 
     def __init__(self, compute: Compute, x: Tensor, parameters: tuple[nn.Parameter, ...], tiles: int) -> None:
         self.compute, self.parameters = compute, parameters
@@ -117,7 +123,7 @@ class _TiledForward:
 
         Args:
             wants_x: Whether x needs a gradient.
-            grad: Returns the gradient of a tile's result; None: the results are scalars with gradient 1.
+            grad: Returns the gradient of a tile's result, or None if results are scalars with gradient 1.
 
         Returns:
             (the results of tiles if they are scalars, the gradient of x or None).
@@ -137,13 +143,13 @@ class _TiledForward:
                     tile_dx = gradients.pop(0)
                     dx[:, cut] = 0 if tile_dx is None else tile_dx
                 sums.add(gradients)
-                del gradients, out  # otherwise they would still be allocated with the next tile's
+                del gradients, out  # otherwise they would coexist with the next tile's tensors
         return results, dx
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardConditions:
-    """The autocast, the random state and the context with which a forward was computed."""
+    """Autocast settings, random state and context of a forward."""
 
     device: torch.device
     dtype: torch.dtype
@@ -164,7 +170,10 @@ class ForwardConditions:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager with forward's autocast and random numbers: LoRA inside an MLP may have dropout."""
+        """Context manager with the autocast settings, random state and context of the original forward.
+
+        The random state matters because LoRA inside an MLP may have dropout.
+        """
         on_cpu, on_device = self.random
         with torch.random.fork_rng([] if on_device is None else [self.device]), entered(self.context):
             torch.set_rng_state(on_cpu)
@@ -175,7 +184,7 @@ class ForwardConditions:
 
 
 class _TiledBackward(Function):
-    """The identity of x. Saves x for the backward of all tiles, which runs here."""
+    """The identity of x, which saves x and runs the backward of all tiles."""
 
     @staticmethod
     def forward(ctx: Any, run: _TiledForward, x: Tensor, *parameters: nn.Parameter) -> Tensor:
@@ -193,7 +202,7 @@ class _TiledBackward(Function):
 
 
 class _TiledOutput(Function):
-    """The output of all tiles. Its gradient goes to `_TiledBackward` unchanged, since the shapes are equal."""
+    """The output of all tiles, whose gradient passes unchanged to `_TiledBackward`, since the shapes are equal."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: _TiledForward) -> Tensor:
@@ -256,11 +265,11 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def tile_count(total: int, tile_size: int) -> int:
-    """Return the number of tiles of at most `tile_size` that cover `total`; at least 1."""
+    """Return how many tiles of at most `tile_size` are needed to cover `total`, at least 1."""
     return max(1, -(-total // tile_size))
 
 
-ROWS = 4096  # rows of a weight's gradient that are added at once to a sum of another dtype
+ROWS = 4096  # rows of a weight's gradient to add at once to a sum of another dtype
 
 
 class GradientSums:
@@ -278,10 +287,10 @@ class GradientSums:
                 total.add_(gradient)
 
     def linear(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
-        """Return x W^T + b, for x (B, t, d).
+        """Return `x W^T + b`, for x (B, t, d).
 
-        If the weight is one of the parameters, its gradient is added to the sum a few rows at a time. For a
-        vocabulary's weight, a whole gradient per tile would take as much memory as the sum.
+        If the weight is one of the parameters, its gradient is added to the sum a few rows at a time. A whole gradient
+        per tile of a vocabulary-sized weight would take as much memory as the sum.
         """
         index = next((i for i, parameter in enumerate(self.parameters) if parameter is weight), None)
         if index is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
@@ -289,7 +298,7 @@ class GradientSums:
         return _Linear.apply(x, weight, bias, functools.partial(self._add_product, index))
 
     def _add_product(self, i: int, grad: Tensor, x: Tensor) -> None:
-        """Add grad^T x to sum i. grad (n, rows), x (n, d)."""
+        """Add `grad^T x` to sum `i`, for grad (n, rows) and x (n, d)."""
         total, shape = self.totals[i], (grad.shape[1], x.shape[1])
         if total is None:
             total = self.totals[i] = x.new_zeros(shape, dtype=_at_least_fp32(x.dtype))
@@ -300,13 +309,13 @@ class GradientSums:
             rows += grad_rows.T @ x
 
     def pop_all(self, factor: Tensor | None = None) -> Iterator[Tensor | None]:
-        """Yield each parameter's sum in the parameter's dtype, and drop it afterwards.
+        """Yield each parameter's sum in the parameter's dtype, and then free the sum.
 
         Args:
-            factor: A scalar tensor by which the sums are multiplied.
+            factor: A scalar tensor that multiplies the sums.
 
         Yields:
-            The sum; None for a parameter that no tile used.
+            The sum, or None for a parameter that no tile used.
         """
         for i, parameter in enumerate(self.parameters):
             total, self.totals[i] = self.totals[i], None
@@ -320,7 +329,7 @@ def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Linear(Function):
-    """x W^T + b. Backward calls add(grad (n, rows), x (n, d)) instead of computing the gradient of W, their product."""
+    """A linear layer whose backward passes (gradient, x) to `add` instead of computing the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, add: Callable[..., None]) -> Tensor:

@@ -1,7 +1,9 @@
-"""The tiled loss of a causal language model, independent of what happens between its head and the loss. Families scale
-or cap their logits, or add a loss that balances experts. None of that is duplicated here. The forward of the model's
-own class runs once for each tile, on a copy of the model (a twin). The twin's base model returns that tile of the last
-hidden state. For everything else it runs once more with the real base model, whose output is cut to no tokens.
+"""The tiled loss of a causal language model, independent of the code between its head and the loss.
+
+Some families scale or cap their logits, or add a loss that balances experts. None of that code is duplicated here. The
+forward of the model's own class runs once for each tile, on a copy of the model (a twin) whose base model returns one
+tile of the last hidden state. To compute the model's remaining outputs, the forward runs once more with the real base
+model, whose output is cut to zero tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ..graph_breaks import between_graphs
 from ..module_patch import patch_on
 from .tiled_function import GradientSums, tile_count, tiled_sum, trained_parameters
 
-TOGETHER = 1024  # tokens whose logits are cast to fp32 at once
+TOGETHER = 1024  # the number of tokens whose logits are cast to fp32 at once
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> float:
@@ -39,8 +41,10 @@ def token_losses(logits: Tensor, labels: Tensor) -> float:
 
 
 def model_forward(plain: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a causal language model's forward with a tiled loss. Without tiles, call the plain forward of its
-    class."""
+    """Compute a causal language model's forward with a tiled loss.
+
+    Without tiles, call the plain forward of the model's class.
+    """
     inputs = {**dict(zip(_argument_names(model), args, strict=False)), **kwargs} if args else kwargs
     if not _wants_tiles(model, inputs):
         return plain(model, *args, **kwargs)
@@ -76,16 +80,15 @@ def _tiled_output(model: Any, inputs: dict[str, Any]) -> Any:
 
 @between_graphs
 def _loss(model: Any, inputs: dict[str, Any], base: Any) -> Tensor:
-    """Compute the loss of tokens from the base model's output."""
     sum_tiles = functools.partial(_sum_of_tiles, model, inputs, type(base))
     return through(model.lm_head, sum_tiles, base.last_hidden_state)
 
 
 def through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Compute sum_tiles(head's forward, x, sums) inside one call of the head.
+    """Call `sum_tiles(head's forward, x, sums)` inside one call of the head.
 
-    So hooks on the head, such as ZeRO-3's, do not see tiles. The head's forward, which others may have replaced
-    already, is replaced only for this call.
+    Hooks on the head, such as ZeRO-3's, therefore see no tiles. The head's forward, possibly already replaced by other
+    code, is replaced only during the call.
     """
     head_forward, instance_forward = head.forward, vars(head).get("forward")
     has_children, partitioned = any(head.children()), any(hasattr(p, ZERO_ID) for p in head.parameters())
@@ -111,7 +114,7 @@ def through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 def _output_without_tokens(model: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return (the base model's output, the model's output for no tokens): everything except the loss of tokens."""
+    """Return (the base model's output, the model's output for zero tokens)."""
     outputs: list[Any] = []
 
     def base(*args: Any, **kwargs: Any) -> Any:
@@ -123,10 +126,10 @@ def _output_without_tokens(model: Any, inputs: dict[str, Any]) -> tuple[Any, Any
 
 @between_graphs
 def without_tokens(output: Any, outputs: list[Any]) -> Any:
-    """Cut a base model's output to no tokens.
+    """Cut a base model's output to zero tokens.
 
     Args:
-        outputs: Takes the output as it was.
+        outputs: A list that receives the original output.
     """
     outputs.append(output)
     return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, :0]})
@@ -165,18 +168,18 @@ def class_forward(model: Any, base: Callable[..., Any], head: Callable[..., Tens
 def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> Any:
     """Return a copy of the model with another base model and head.
 
-    It has the same class, so the overrides of a subclass apply.
+    The copy has the same class, so the overrides of a subclass apply.
     """
     twin = object.__new__(type(model))
     vars(twin).update(vars(model))
     own = patch_on(model)
     name, *inside = ((own and own.base) or model.base_model_prefix).split(".")
     called: Any = Instead(base_of(model), base)
-    for part in reversed(inside):  # in case the head calls a part of its base model
+    for part in reversed(inside):  # the head may call a part of its base model
         called = types.SimpleNamespace(**{part: called})
     replaced = {name: called, "lm_head": Instead(model.lm_head, head)}
     vars(twin).update(replaced)
-    drop_children(twin, replaced)  # a compiled forward reads a child where it was when it was compiled
+    drop_children(twin, replaced)  # a compiled forward reads children from their place at compile time
     return twin
 
 

@@ -1,9 +1,9 @@
-"""Tiled MLPs, norms and a tiled loss for patched models: which modules, in how many tiles, and when.
+"""Tiled MLPs, norms and losses for patched models: which modules are tiled, into how many tiles, and when.
 
-All tiles of an MLP run inside one call of its module, and likewise the tiles of the head and the loss. So hooks on the
-module, such as ZeRO-3's, see one call and one backward, and ranks may have different numbers of tiles. Hooks on modules
-inside an MLP would run once per tile. Therefore the MLP is marked as a leaf of ZeRO-3, which then gathers and reduces
-all its parameters together. For the tiling of the loss see `tiled_loss`.
+All tiles of an MLP run inside one call of its module, and the tiles of the loss inside one call of the head. Hooks on
+the module, such as ZeRO-3's, therefore see one call and one backward, and ranks may have different numbers of tiles.
+Hooks on modules inside an MLP would run once per tile. The MLP is therefore marked as a leaf of ZeRO-3, which then
+gathers and reduces all its parameters together. For the tiling of the loss see `tiled_loss`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
 
 
 def tile(model: Any, config: SequenceParallelConfig) -> bool:
-    """Replace the forward of MLPs, norms and the model itself by tiled ones, as the config specifies. Checks nothing.
+    """Replace the forwards of MLPs, norms and the model itself by tiled versions, according to the config.
 
     Returns:
         Whether any module is tiled.
@@ -83,8 +83,9 @@ def tile(model: Any, config: SequenceParallelConfig) -> bool:
 
 @contextlib.contextmanager
 def evaluating_loss(model: nn.Module) -> Iterator[None]:
-    """Context manager in which forwards without gradients also compute the loss in tiles, without logits. Has no effect
-    on a model without tiles.
+    """Context manager in which forwards without gradients also compute the loss in tiles, without logits.
+
+    Models without tiles are not affected.
     """
     patch = patch_of(unwrapped(model))
     if patch is None:
@@ -98,8 +99,9 @@ def evaluating_loss(model: nn.Module) -> Iterator[None]:
 
 
 def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
-    """Return the dense MLPs. Experts are excluded: hooks read their routers once per layer, for the loss that balances
-    them.
+    """Return the dense MLPs.
+
+    Experts are excluded, since hooks read their routers once per layer for the loss that balances experts.
     """
     layers = getattr(base_of(model), "layers", ()) if tiles != 1 else ()
     mlps = [layer.mlp for layer in layers if hasattr(getattr(layer, "mlp", None), "down_proj")]
@@ -119,7 +121,7 @@ def _norms(model: Any) -> list[nn.Module]:
 
 
 def _head(model: Any, tiles: int | str) -> list[nn.Module]:
-    """Return [the head] if the model has one and the loss is to be tiled, else [].
+    """Return [the head] if the model has one and the loss is to be tiled, otherwise [].
 
     "auto" leaves the loss to Liger's fused loss if there is one.
     """
@@ -137,16 +139,17 @@ def _has_other_forward(module: nn.Module) -> bool:
 
 
 def _zero_leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
-    """Return the tiled modules with children, that is, MLPs and heads with LoRA. ZeRO-3 treats each as one unit (a
-    leaf)."""
+    """Return the tiled modules with children: MLPs and heads with LoRA. ZeRO-3 treats each of the modules as one unit
+    (a leaf).
+    """
     return [module for module in (*mlps, *head) if next(module.children(), None) is not None]
 
 
 def before_leaf(module: Any, args: tuple) -> tuple | None:
-    """Prepare a leaf's call under ZeRO-3.
+    """Prepare the call of a ZeRO-3 leaf module.
 
-    An input that requires no gradient (LoRA in a first layer) is made to require one; otherwise ZeRO-3 would reduce the
-    leaf's gradients too early.
+    An input that requires no gradient (LoRA in a first layer) is changed to require one. Without a gradient of the
+    input, ZeRO-3 would reduce the leaf's gradients too early.
     """
     needs_grad = args and hasattr(module, ZERO_ID) and torch.is_grad_enabled() and not args[0].requires_grad
     if needs_grad and trained_parameters(module):
@@ -158,9 +161,9 @@ def before_leaf(module: Any, args: tuple) -> tuple | None:
 def _tiled_forward(
     tiles: int | str, untiled: Callable[..., Any], module: Any, *args: Tensor, **kwargs: Tensor
 ) -> Tensor:
-    """Compute the forward of an MLP or a norm in tiles of tokens: (B, s, hidden size) -> the same shape."""
+    """Compute the forward of an MLP or a norm in tiles of tokens, from (B, s, hidden size) to the same shape."""
     x, *others = *args, *kwargs.values()
-    if others or x.dim() != 3:  # some models call them like this
+    if others or x.dim() != 3:  # some models pass further inputs or other shapes
         return untiled(module, *args, **kwargs)
     number = tile_count(x.shape[0] * x.shape[1], x.shape[2]) if isinstance(tiles, str) else tiles
     context = current()

@@ -21,7 +21,7 @@ from ds_seqpar.core.compiler.sharding.heads import HeadChunk
 from ..module_patch import ATTRIBUTE, patched
 from .tiled_function import GradientSums
 
-# names of the projections before attention, and of the one after it
+# names of the projections before and after attention
 INWARD, OUTWARD = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
 
@@ -32,10 +32,10 @@ def heads_of(module: Any) -> tuple[int, int]:
 
 
 class Leaf(NamedTuple):
-    """A tensor that is differentiated in place of a parameter, or of a slice of it."""
+    """A tensor that is differentiated instead of a parameter, or instead of a slice of a parameter."""
 
     parameter: nn.Parameter
-    # the index of the slice in the parameter; None: the tensor replaces the whole parameter, which all head chunks use
+    # the index of the slice; None if the tensor replaces the whole parameter, which all head chunks use
     place: tuple[slice, ...] | None
     tensor: Tensor
 
@@ -46,13 +46,13 @@ class Slice:
     Args:
         module: The attention module.
         head_chunks: All head chunks.
-        index: The number of this one.
-        grad: Whether gradients are needed; if not, the lists of leaves are empty.
+        index: The index of this head chunk.
+        grad: Whether gradients are needed; otherwise the lists of leaves are empty.
 
     Attributes:
-        inward: Name -> a projection with only the rows that make the head chunk's q, k, v.
+        inward: Projections with only the rows that make the head chunk's q, k and v, by name.
         outward: The output projection with only the columns for the head chunk's heads.
-        twin: A copy of the module with the head chunk's heads, for what is computed between projections.
+        twin: A copy of the module with the head chunk's heads, for the computation between projections.
         leaves_in: The leaves of `inward`.
         leaves_out: The leaves of `outward`.
         leaves_between: The leaves of `twin`.
@@ -79,7 +79,7 @@ class Slice:
     def leaf(self, into: list[Leaf], parameter: Any, *index: slice) -> Any:
         """Return a tensor with the data of parameter[index].
 
-        Where gradients are needed, its Leaf is added to `into`.
+        If gradients are needed, a Leaf of the tensor is added to `into`.
         """
         if parameter is None:
             return None
@@ -89,7 +89,7 @@ class Slice:
         return tensor
 
     def rows(self, module: Any, rows: slice) -> Callable[[Tensor], Tensor]:
-        """Return a linear layer, including LoRA, that computes only these output features."""
+        """Return a linear layer, including LoRA, that computes only the given output features."""
         leaf = functools.partial(self.leaf, self.leaves_in)
         if not hasattr(module, "base_layer"):
             return functools.partial(F.linear, weight=leaf(module.weight, rows), bias=leaf(module.bias, rows))
@@ -98,7 +98,10 @@ class Slice:
         return _copy_with(module, base_layer=self.rows(module.base_layer, rows), lora_A=downs, lora_B=ups)
 
     def columns(self, module: Any, columns: slice, first: bool) -> Callable[[Tensor], Tensor]:
-        """Return a linear layer, including LoRA, for only these input features. The first head chunk adds the bias."""
+        """Return a linear layer, including LoRA, for only the given input features.
+
+        The first head chunk adds the bias.
+        """
         leaf, every = functools.partial(self.leaf, self.leaves_out), slice(None)
         if not hasattr(module, "base_layer"):
             bias = leaf(module.bias) if first else None
@@ -116,7 +119,7 @@ class Slice:
             name: self.leaf(self.leaves_between, p, heads.q) for name, p in module.named_parameters(recurse=False)
         }
         for name, child in module.named_children():
-            if name not in (*INWARD, OUTWARD):  # norms of a head
+            if name not in (*INWARD, OUTWARD):  # norms over the channels of a head
                 weights = {key: self.leaf(self.leaves_between, p) for key, p in child.named_parameters(recurse=False)}
                 attributes[name] = _copy_with(child, **weights)
         own = dataclasses.replace(patched(module), head_chunks=chunks)
@@ -127,10 +130,10 @@ class Slice:
 
         Args:
             x: (B, s, d).
-            cuts: The slices of tokens that are projected one after another.
+            cuts: The slices of tokens to project one after another.
 
         Returns:
-            Name of a projection -> its output (B, s, features of the head chunk).
+            The output of each projection, by name (B, s, features of the head chunk).
         """
         outputs: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -143,8 +146,9 @@ class Slice:
         return outputs
 
     def blank(self, x: Tensor) -> dict[str, Tensor]:
-        """Return tensors with the shapes of `project`'s results but without memory, for attention that only returns
-        what a checkpoint kept.
+        """Return tensors with the shapes of `project`'s results but without memory.
+
+        Tensors without memory suffice if attention only returns results that a checkpoint stored.
         """
         outputs = {name: projection(x[:, :1]) for name, projection in self.inward.items()}
         return {name: output.new_zeros(()).expand(*x.shape[:2], output.shape[-1]) for name, output in outputs.items()}
@@ -154,7 +158,7 @@ class Slice:
 
         Args:
             forward: The forward of the module's class; called with the twin.
-            projected: What `project` returns. It is emptied, so that each tensor is freed after its use.
+            projected: The result of `project`. The dict is emptied, so that each tensor is freed after its use.
         """
         vars(self.twin).update({name: lambda _, name=name: projected.pop(name) for name in projected})
         return forward(self.twin)[0]
@@ -175,8 +179,9 @@ class _Linear:
 
 
 def _copy_with(module: Any, **new: Any) -> Any:
-    """Return a shallow copy of an object with some attributes replaced. Methods that were set on the object itself, as
-    Liger does, are bound to the copy.
+    """Return a shallow copy of an object with some attributes replaced.
+
+    Methods set on the object itself, as by Liger, are bound to the copy.
     """
     twin = object.__new__(type(module))
     methods = {name: x for name, x in vars(module).items() if isinstance(x, types.MethodType) and x.__self__ is module}
@@ -186,21 +191,22 @@ def _copy_with(module: Any, **new: Any) -> Any:
 
 
 class Gradients:
-    """Gradients of an attention module's parameters, head chunk by head chunk."""
+    """Gradients of an attention module's parameters, collected by head chunk."""
 
     def __init__(self) -> None:
-        # for parameters of which each head chunk has a slice, in the parameter's dtype
+        # for parameters that are sliced by head chunk, in the parameter's dtype
         self.whole: dict[nn.Parameter, Tensor] = {}
         # for parameters that every head chunk uses, summed over head chunks in fp32 or wider
         self.shared: dict[nn.Parameter, Tensor] = {}
 
     @contextlib.contextmanager
     def adding(self, leaves: list[Leaf]) -> Iterator[Callable[..., list[Tensor]]]:
-        """Context manager for differentiating tile by tile. At its end it adds the gradients of the leaves.
+        """Context manager for differentiating tile by tile. On exit, the leaves' gradients are added to those of their
+        parameters.
 
         Yields:
-            A function (outputs or their edges, inputs, gradients of the outputs) -> gradients of the inputs. Each call
-                also sums the gradients of the leaves, in fp32 or wider.
+            A function that returns the gradients of inputs, given (outputs or their edges, inputs, gradients of the
+            outputs). Each call also sums the gradients of the leaves, in fp32 or wider.
         """
         tensors = [leaf.tensor for leaf in leaves]
         sums = GradientSums(tensors)
@@ -208,7 +214,7 @@ class Gradients:
         def differentiate(outs: list[Any], inputs: list[Any], grads: list[Tensor]) -> list[Tensor]:
             if not inputs and not tensors:
                 return []
-            # the output of a frozen projection of an input without gradient has none (LoRA elsewhere, in a first layer)
+            # frozen projections of inputs without gradient have no gradient (LoRA elsewhere, in a first layer)
             pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if getattr(out, "requires_grad", True)]
             grad_outputs = [grad.to(getattr(out, "dtype", grad.dtype)) for out, grad in pairs]
             gradients = list(
@@ -223,7 +229,7 @@ class Gradients:
                 self.put(leaf, total)
 
     def put(self, leaf: Leaf, total: Tensor) -> None:
-        """Add the gradient of a leaf in one head chunk to its parameter's."""
+        """Add the gradient of a leaf in one head chunk to its parameter's gradient."""
         parameter = leaf.parameter
         if leaf.place is None:
             self.shared[parameter] = self.shared[parameter].add_(total) if parameter in self.shared else total
@@ -233,7 +239,9 @@ class Gradients:
         self.whole[parameter][leaf.place] = total
 
     def pop(self, parameter: nn.Parameter) -> Tensor | None:
-        """Remove and return a parameter's gradient in the parameter's dtype; None if no head chunk used it."""
+        """Remove and return a parameter's gradient in the parameter's dtype, or None if no head chunk used the
+        parameter.
+        """
         if parameter in self.shared:
             return self.shared.pop(parameter).to(parameter.dtype)
         return self.whole.pop(parameter, None)

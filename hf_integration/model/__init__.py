@@ -1,1 +1,1 @@
-"""The patch of a transformers model: attention, losses, positions."""
+"""The patch of a transformers model: attention, losses and positions."""

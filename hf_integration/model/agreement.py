@@ -1,9 +1,10 @@
-"""Agreement of ranks, before a forward that is not local, that each has its own tokens and positions, and no mask.
+"""Agreement among ranks before each forward that is not local: all ranks must have valid shards of the same batch.
 
-Under torch.compile the agreement is an op in the graph, so a compiled model compares its ranks in every forward too.
+The agreement checks tokens, positions and masks. Under torch.compile the agreement is an op in the graph, so compiled
+models also compare their ranks in every forward.
 
-Before the host can read a tensor on a device, it must wait for all of the device's work. So positions and masks on a
-device are compared there, and the next forward raises the error if there was one.
+Reading a tensor from a device would make the host wait for all of the device's work. Positions and masks on a device
+are therefore compared on the device, and the next forward raises any error.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ FORWARD = (
 class Agreement:
     """The agreement of a sequence's ranks on each sharded forward of a patched model.
 
-    In the first forward they also compare their models, and in some later ones the trained weights.
+    The first forward also compares the ranks' models, and some later forwards compare trained weights.
     """
 
-    # while the model's loss is still to be checked in a whole call, the name of what takes check_loss=False ("" where
-    # nothing does); None: it was checked, or need not be
+    # while the loss of whole calls is still unchecked: the name of the object that accepts check_loss=False, or "".
+    # None if the loss has been checked or needs no check
     loss_option_of: str | None = ""
 
     def __init__(
@@ -70,9 +71,9 @@ class Agreement:
         self.sp, self.model, self.compared = sp, weakref.ref(model), False
         self.patched = patched  # names of attention modules and mixers in the base model
         self.skips = skips  # whether training skips layers at random
-        self.drawn: dict[str, str] = {}  # what ranks compare for noise on whole tensors, from the last forward
+        self.drawn: dict[str, str] = {}  # values to compare after the last forward drew noise for whole tensors
         self.inputs = inputs  # how ranks share the model's arguments
-        self.trained = 0  # forwards that a backward may follow
+        self.trained = 0  # the number of forwards that a backward may follow
         self.handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict) -> Agreement:
@@ -91,13 +92,13 @@ class Agreement:
 
         Args:
             inputs: The forward's arguments by name, with this rank's shard.
-            wrong: What is known to be wrong with them, as a sentence; "" if nothing.
+            wrong: A sentence that describes a known error in the arguments, or "" if none is known.
             backward: Whether a backward will follow.
             compiled: Whether the forward is compiled.
-            batch: What ranks compare for a whole batch, whose shards are right; None: the batch was given sharded.
+            batch: The values of a whole batch to compare between ranks, or None if the batch was passed sharded.
 
         Raises:
-            InputError, ConfigError, DisagreementError: On all ranks that share the sequence.
+            InputError, ConfigError, DisagreementError: On all ranks that share the sequence, if any rank has an error.
         """
         model, checker, like = self.model(), self.sp.checker, dict[str, Any]()
         layout = layout_of(inputs.get("placement"))
@@ -142,16 +143,21 @@ class Agreement:
             self._compare_weights(model)
 
     def agree_on_step(self, inputs: Mapping[str, Any], batch: ValueChecks) -> None:
-        """Agree on a decode step. For `batch` see `agree`."""
+        """Agree on a decode step.
+
+        Args:
+            inputs: The forward's arguments by name.
+            batch: See `agree`.
+        """
         name, like = "tokens of a decode step", {"shape": tuple(tokens_of(inputs).shape)}
         self.sp.checker.check_deferred(name, {**batch.fields, **like}, call=FORWARD, advice=_advice_of_step, like=like)
         batch.post(self.sp.checker)
 
     def _replaced(self, model: PreTrainedModel | None) -> str:
-        """Return the error message for a module that has replaced a patched one; "" if there is none."""
+        """Return the error message if a patched module was replaced after patching, otherwise ""."""
         for name in self.patched if model is not None else ():
             module = functools.reduce(lambda outer, child: getattr(outer, child, None), name.split("."), base_of(model))
-            # others may have wrapped it
+            # other code may have wrapped the module
             if module is not None and not any(map(patch_on, module.modules())):
                 return (
                     f"a patched model must keep its attention and its layers with a state; got another {name} since, "
@@ -160,7 +166,7 @@ class Agreement:
         return ""
 
     def _compare_weights(self, model: nn.Module) -> None:
-        """Compare weights between ranks for some training forwards, each comparison in the following forward."""
+        """Compare weights between ranks in some training forwards. Results are checked in the following forward."""
         self.trained += 1
         if not compares_weights(self.trained) or not (sizes := trained_weights(model)):
             return
@@ -182,12 +188,12 @@ def compare_batch(sp: SequenceParallel, batch: ValueChecks | None, error: SeqPar
 
 
 def _advice_of(sp: SequenceParallel) -> Advice:
-    """Return the advice on whole batches, which may outlive `sp`."""
+    """Return the function that advises on whole batches, without keeping a reference to `sp`."""
     return functools.partial(_advice, sp.calls.count > 0)
 
 
 def _advice(began: bool, fields_by_rank: Mapping[int, Fields]) -> str | None:
-    """Return why ranks may have different batches or models, and what to do about it."""
+    """Return why ranks may have different batches or models, and how to fix the difference."""
     if not (reason := mismatch_hints.of_batches(fields_by_rank, began)):
         return mismatch_hints.of_models(fields_by_rank)
     return (
@@ -207,7 +213,7 @@ def agree_in_graph(agreement: Agreement, inputs: Mapping[str, Any], backward: bo
     """Agree on a sharded forward in a compiled graph.
 
     Returns:
-        The position_ids for the forward to continue with.
+        The position_ids with which the forward must continue.
     """
     tokens, positions = tokens_of(inputs), inputs.get("position_ids")
     if wrong_inputs(inputs) or positions is None:
@@ -217,25 +223,25 @@ def agree_in_graph(agreement: Agreement, inputs: Mapping[str, Any], backward: bo
 
 
 def _autocast_dtype(tokens: Tensor | None) -> torch.dtype | None:
-    """Return the autocast dtype on the tokens' device; None if autocast is off."""
+    """Return the autocast dtype on the tokens' device, or None if autocast is off."""
     device_type = "cpu" if tokens is None else tokens.device.type
     enabled = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def tokens_of(inputs: Mapping[str, Any]) -> Any:
-    """Return input_ids or inputs_embeds, whichever was given."""
+    """Return input_ids or inputs_embeds, whichever was passed."""
     return inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
 
 
 def wrong_inputs(inputs: Mapping[str, Any]) -> str:
-    """Return what is wrong with the arguments of a base model's forward, local or sharded.
+    """Return the error message for wrong arguments of a base model's forward, local or sharded.
 
     Args:
         inputs: The forward's arguments by name.
 
     Returns:
-        A sentence; "" where the arguments are right.
+        A sentence, or "" if the arguments are right.
     """
     ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
     if (ids is None) == (embeds is None):
@@ -267,7 +273,7 @@ def _(tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong
 
 
 def common_misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the error message for arguments that a forward on shards cannot take; "" if there are none."""
+    """Return the error message for arguments that no forward on shards supports, or "" if there are none."""
     if has_cache(inputs):
         return "training, and evaluation on shards, take no kv cache; got one, leave out use_cache and past_key_values"
     if refused := refusal(TABLE, inputs):
@@ -282,8 +288,7 @@ WHOLE_ONLY = "a {} needs whole batches, of which its head sees whole outputs; go
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the error message for a sharded batch that is wrong regardless of its tensors' values; "" if it is
-    right."""
+    """Return the error message for a sharded batch with wrong names or shapes, or "" if there are none."""
     if wrong := common_misuse(inputs):
         return wrong
     labels, tokens = inputs.get("shift_labels"), tokens_of(inputs)

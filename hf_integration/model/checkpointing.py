@@ -1,7 +1,8 @@
-"""Gradient checkpointing for transformers models in which attention runs only once (ds_seqpar.memory.checkpoints).
+"""Gradient checkpointing of transformers models without running attention twice (ds_seqpar.memory.checkpoints).
 
-`gradient_checkpointing_enable` sets a checkpoint function on each layer, which is wrapped before a sharded forward. So
-that function needs no context_fn, may be reentrant, and may be set at any time.
+`gradient_checkpointing_enable` sets a checkpoint function on each layer. A sharded forward wraps the checkpoint
+functions before the layers run. The checkpoint functions therefore need no context_fn, may be reentrant, and may be set
+at any time.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def is_checkpointed(layer: Any) -> bool:
 
 
 class AsInForward:
-    """A checkpoint function whose second run, in backward, repeats its first, regardless of forwards in between.
+    """A checkpoint function whose recomputation in backward repeats the first run, regardless of forwards in between.
 
-    It is local or sharded as the first was. torch's checkpoint restores the random state for it.
+    The recomputation is local or sharded like the first run. torch's checkpoint restores the random state.
 
     Args:
         checkpoint: The checkpoint function to wrap.
@@ -69,9 +70,9 @@ class AsInForward:
 
 
 def keep_attention(layers: tuple[Any, ...], base: nn.Module, sp: SequenceParallel) -> None:
-    """Wrap the layers' checkpoint functions so that they keep attention's results if the settings enable it."""
+    """Wrap the layers' checkpoint functions so that attention results are stored if the settings enable it."""
     if torch.compiler.is_compiling():
-        return  # the compiler decides what to keep
+        return  # the compiler decides which results to store
     for layer in layers:
         if is_checkpointed(layer) and not isinstance(function := checkpoint_of(layer), Checkpoint):
             override(layer, CHECKPOINT, sp.checkpointing(AsInForward(function, base)))

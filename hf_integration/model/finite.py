@@ -1,4 +1,7 @@
-"""Check the inputs and outputs of a patched model's modules, if `check_finite` is set and nothing is compiled."""
+"""Check the inputs and outputs of a patched model's modules for NaN and inf.
+
+The checks run if `check_finite` is set, but not in compiled code.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from ds_seqpar.guards.finite import Finite, not_finite
 
 
 def watch(model: nn.Module, sp: SequenceParallel) -> list[RemovableHandle]:
-    """Register hooks on all modules and trained parameters of a model. No hook registered earlier may shard a batch or
-    gather an output.
+    """Register hooks on all modules and trained parameters of a model.
+
+    Hooks that shard batches or gather outputs must be registered afterwards.
 
     Returns:
-        The hooks; none if `check_finite` is not set.
+        The hooks; empty if `check_finite` is not set.
     """
     handles: list[RemovableHandle] = []
     if (finite := sp.finite) is None:
@@ -58,6 +62,6 @@ def _after(finite: Finite, name: str, module: nn.Module, args: tuple, output: An
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the field name and the tensor for all tensors in a module's arguments or output."""
+    """Yield (field name, tensor) for all tensors in a module's arguments or output."""
     for name, x in value.items() if isinstance(value, Mapping) else enumerate((value,)):
         yield from ((str(name), leaf) for leaf in tree_leaves(x) if isinstance(leaf, Tensor))

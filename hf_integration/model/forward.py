@@ -1,12 +1,17 @@
-"""Hooks around the forwards of a patched model: they decide the kind of a forward and what its parts are given.
+"""Hooks around the forwards of a patched model, which decide each forward's mode and change its arguments.
 
-A forward is sharded, whole, a decode step or local. A local forward is that of the unpatched model. Forwards are local
-inside `whole_sequences` and, on one rank, for batches that `shard_batches` did not make. A whole batch is sharded and
-the output is whole (`whole_calls`), even with a kv cache, of which each rank keeps a part (`generation`). A decode step
-has one new token a row, which all ranks compute. Before a forward that is not local, its ranks agree once that each was
-given its own tokens with their global positions (`agreement`). The outermost called module decides, from all its
-arguments by name, and creates the `ForwardContext`. The base model passes it to its layers. Checkpoints keep it, so a
-layer that backward recomputes runs as it did in forward.
+A forward is sharded, whole, a decode step or local.
+
+- Local forwards compute the unpatched model. Forwards are local inside `whole_sequences`, and, on a single rank, for
+  batches that `shard_batches` did not make.
+- Whole forwards shard a whole batch and return whole outputs (`whole_calls`). A whole forward may use a kv cache, of
+  which each rank stores a part (`generation`).
+- Decode steps have one new token per row, which all ranks compute.
+
+Before each forward that is not local, the ranks check once that each rank got its own tokens with global positions
+(`agreement`). The outermost called module decides the mode from all its arguments by name, and creates the
+`ForwardContext`. The base model passes the context to its layers. Checkpoints store the context, so that backward
+recomputes a layer in the original mode.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_
 from .losses import ExpertBalance, check_loss, check_output
 from .prompts import may_share
 
-# passed to the base model so that it makes no mask of (local tokens)^2: four dims reach the layers unchanged
+# prevents the base model from making a (local tokens)^2 mask: a mask with four dims reaches the layers unchanged
 NO_MASK = torch.empty(1, 1, 0, 0)
 WHOLE_COMPILED = (
     "a model in torch.compile needs batches of sp.shard_batches; got a whole batch, or a kv cache, compile its layers "
@@ -62,44 +67,44 @@ class Patch:
 
     sp: SequenceParallel
     facts: Facts
-    hooks: list[Any]  # what undoes the patch, by `remove`
+    hooks: list[Any]  # handles whose `remove` undoes the patch
     agreement: Agreement
     layers: tuple[Any, ...]  # the layers that can be checkpointed
     ropes: tuple[nn.Module, ...] = ()  # embeddings that need the longest position
-    takes_keys: bool = False  # whether the model makes an argument of its layers from a 2-dim mask
+    takes_keys: bool = False  # whether the model computes a layer argument from a 2-dim mask
     experts: ExpertBalance | None = None  # None if the loss has no term that balances experts
     stack: nn.Module | None = None  # the module in the base model that shards calls with media
     heads: tuple[nn.Module, ...] = ()  # modules around the base model
-    above: tuple[nn.Module, ...] = ()  # the ones that get its whole outputs, and may compute any loss
+    above: tuple[nn.Module, ...] = ()  # those of `heads` that get whole outputs and may compute any loss
     untried: tuple[nn.Module, ...] = ()  # modules whose loss on a sharded batch is still to be checked
     tiled: bool = False  # whether any module is tiled
-    evaluating: bool = False  # whether forwards without gradients compute a tiled loss in tiles too
-    # an item for each active `whole_sequences`, in any thread; these make forwards local
+    evaluating: bool = False  # whether forwards without gradients also use loss tiles
+    # one item per active `whole_sequences` in any thread; forwards are local unless empty
     whole: list[None] = dataclasses.field(default_factory=list)
 
     def __deepcopy__(self, memo: dict) -> Patch:
-        """Copy the state. A copied model is not inside `whole_sequences`, even if it is copied there."""
+        """Copy the patch state. A copied model is not inside `whole_sequences`, even if the original is."""
         return Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": []})
 
     @property
     def is_one_graph(self) -> bool:
-        """Whether a compiled forward never needs the context between its graphs."""
+        """Whether a compiled forward never reads the context between its graphs."""
         return self.facts.keywords and not self.ropes and not self.tiled
 
 
 def text_of(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a batch for a patched model without its media. Raises if the model cannot take them."""
+    """Return a batch for a patched model without its media. Raise an error if the model does not support the media."""
     inner: Any = unwrapped(model)
     patch = patch_of(inner)
     return batch if patch is None else media.text_of(patch.facts, batch, inner.config)
 
 
 def hook(module: nn.Module, before: Before) -> list[RemovableHandle]:
-    """Register the hooks of a patched base model, of the stack in it, or of a module around it.
+    """Register the hooks of a patched base model, of its stack, or of a module that wraps the base model.
 
     Args:
         module: The module.
-        before: What runs before its forward: `before_base`, `before_stack` or `before_head`.
+        before: The function that runs before the module's forward: `before_base`, `before_stack` or `before_head`.
     """
     bind = functools.partial(_by_name, _argument_names(module))
     before = functools.partial(before, bind)
@@ -111,7 +116,9 @@ def hook(module: nn.Module, before: Before) -> list[RemovableHandle]:
 
 
 def _argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a forward's positional arguments, or those of the inner module if they are only passed on."""
+    """Return the names of a forward's positional arguments. For wrappers that only pass arguments on, return the inner
+    module's names.
+    """
     parameters = inspect.signature(module.forward).parameters.values()
     names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     inner = unwrapped(module)
@@ -131,9 +138,9 @@ Before = Callable[[Bind, Any, tuple, dict[str, Any]], tuple[tuple, dict[str, Any
 def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return whether a forward is local.
 
-    A single rank always has whole sequences, so its forwards are local too, with two exceptions. Batches of
-    `shard_batches` and a Trainer's batches with labels use tiles and checkpoints as on several ranks. Calls whose rows
-    may share prompts are not local either.
+    A single rank always has whole sequences, so its forwards are usually local too. Forwards are not local for batches
+    of `shard_batches` and for a Trainer's batches with labels, which use tiles and checkpoints as on several ranks.
+    Calls whose rows may share prompts are not local either.
     """
     if patch.whole or patch.sp.size > 1:
         return bool(patch.whole)
@@ -145,7 +152,7 @@ def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> boo
 
 
 def _is_sharded(inputs: Mapping[str, Any]) -> bool:
-    """Return whether arguments include what `shard_batches` adds to every shard."""
+    """Return whether the arguments include a tensor that `shard_batches` adds to every shard."""
     return inputs.get("placement") is not None or inputs.get("shift_labels") is not None
 
 
@@ -160,8 +167,11 @@ def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Mode:
 
 
 def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> ForwardContext:
-    """Return a context for a module's forward, which is complete if an enclosing module has already decided. It is the
-    current context until `_leave`. It becomes current before anything can fail, so an exception also ends it.
+    """Return a context for a module's forward. The context is complete if an enclosing module has already decided the
+    mode.
+
+    The context is current until `_leave`. The context becomes current before any code can fail, so that `_leave` also
+    ends it after an exception.
     """
     outer = current()
     context = ForwardContext(module=module, outer=outer)
@@ -189,11 +199,11 @@ def _complete(
     """Shard a whole batch, agree with the other ranks, and complete the context of a forward.
 
     Args:
-        module: The outermost module that does not get whole outputs from a module inside it.
-        inputs: Its arguments by name.
-        context: Its context, with the mode.
-        wrong: What is wrong with the arguments, as a sentence; "" if they are right.
-        compiled: Whether this runs between the graphs of a compiled model.
+        module: The outermost module that does not receive whole outputs from an inner module.
+        inputs: The module's arguments by name.
+        context: The module's context, with the mode set.
+        wrong: A sentence that describes a known error in the arguments, or "" if none is known.
+        compiled: Whether the call runs between the graphs of a compiled model.
 
     Returns:
         (the arguments, with this rank's shard; the context).
@@ -233,13 +243,15 @@ def _complete(
 
 
 def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Begin a forward of a module around the base model. A module that gets whole outputs leaves sharding to the base
-    model."""
+    """Begin a forward of a module that wraps the base model.
+
+    A module that receives whole outputs leaves sharding to the base model.
+    """
     inner, inputs = unwrapped(module), bind(args, kwargs)
     patch = patch_of(inner)
     if patch is None:
         return args, kwargs
-    if torch.compiler.is_compiling():  # the base model does everything, in the graph
+    if torch.compiler.is_compiling():  # in a graph, only the base model's hooks do any work
         if not wrong_inputs(inputs):
             _check_compiled(patch, module, inputs)
         return args, kwargs
@@ -264,12 +276,12 @@ def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, An
         inputs, context = _complete(patch, module, inputs, context, wrong)
     set_current(context)
     if context.cached is not None and patch.facts.keywords:
-        return (), {**inputs, KEYWORD: context}  # the base model may be compiled, and then finds none else
+        return (), {**inputs, KEYWORD: context}  # a compiled base model cannot read the ContextVar
     return ((), inputs) if context.spec is not None else (args, kwargs)
 
 
 def _check_compiled(patch: Patch, module: nn.Module, inputs: dict[str, Any]) -> None:
-    """Raise InputError on all ranks for a batch that a compiled model cannot take."""
+    """Raise InputError on all ranks for a batch that a compiled model does not support."""
     inner, mode = unwrapped(module), _mode(patch, module, inputs)
     wrong = WHOLE_COMPILED if mode in ("whole", "decode") else ""
     if mode == "sharded" and module is not base_of(inner):
@@ -279,13 +291,14 @@ def _check_compiled(patch: Patch, module: nn.Module, inputs: dict[str, Any]) -> 
 
 
 def _begins_media(patch: Patch, inputs: Mapping[str, Any], context: ForwardContext) -> bool:
-    """Return whether a call is the outermost of the calls that are shared by the stack inside."""
+    """Return whether a module is the outermost one in a call that is sharded at the inner stack."""
     return context.is_undecided and context.media is None and media.is_shared_by_stack(patch.facts, inputs)
 
 
 def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: ForwardContext) -> ForwardContext:
-    """Compare the arguments of a call with media, and return its context. The stack inside will shard its own
-    arguments."""
+    """Compare the arguments of a call with media, and return the call's context. The inner stack will shard its own
+    arguments.
+    """
     documents, error = media.checked(patch.facts, inputs, inner.config)
     whole_calls.compare_inputs(patch.agreement, inner, inputs, media.names_of(patch.facts, inputs), error)
     shape, states = tokens_of(inputs).shape[:2], torch_states(patch.sp.device)
@@ -294,7 +307,7 @@ def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: Forw
 
 
 def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
-    """Return why a module around the base model cannot take a sharded batch; "" if it can."""
+    """Return why a module that wraps the base model does not support a sharded batch, or "" if it does."""
     if not is_causal_lm(inner):
         return WHOLE_ONLY.format(type(inner).__name__)
     return UNSHIFTED if inputs.get("labels") is not None and inputs.get("shift_labels") is None else ""
@@ -305,11 +318,11 @@ def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
 
 def before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     patch, inputs = patched(module).model, bind(args, kwargs)
-    keep_name(text_config(module.config))  # a copy of the model has another one, and after set_attn_implementation
+    keep_name(text_config(module.config))  # copying the model and set_attn_implementation both change the name
     checkpointing.keep_attention(patch.layers, module, patch.sp)
     if not torch.compiler.is_compiling():
         return (), _arguments(patch, module, inputs)
-    if KEYWORD not in inputs:  # else it is of a head that is not compiled
+    if KEYWORD not in inputs:  # only an uncompiled head passes KEYWORD
         _check_compiled(patch, module, inputs)
         if patch.is_one_graph and layout_of(inputs.get("placement")) is None:
             return (), _in_graph(patch, module, inputs)
@@ -317,8 +330,10 @@ def before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def before_stack(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Shard the stack's arguments in a call with media. In other calls the base model around it has already sharded
-    them."""
+    """Shard the stack's arguments in a call with media.
+
+    In all other calls the surrounding base model has already sharded the arguments.
+    """
     context = None if torch.compiler.is_compiling() else current()
     if context is None or context.media is None or context.spec is not None:
         return args, kwargs
@@ -336,8 +351,8 @@ def _in_graph(patch: Patch, module: Any, inputs: dict[str, Any]) -> dict[str, An
 
 
 def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
-    """Return the arguments of a base model by name, with this rank's shard, and with the context for its layers."""
-    given = inputs.pop(KEYWORD, None)  # a compiled head's
+    """Return a base model's arguments by name, with this rank's shard and the context for the layers."""
+    given = inputs.pop(KEYWORD, None)  # the context of an uncompiled head
     context = _begin(patch, module, inputs)
     if given is not None:
         context = given.replace(module=module, outer=given, within=True)
@@ -359,7 +374,7 @@ def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool
 
 
 def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
-    """Return the arguments changed so that the base model makes neither a mask nor its own cache."""
+    """Return the arguments, changed so that the base model makes neither a mask nor its own cache."""
     call = context.media
     mask = NO_MASK if call is None or call.mask is None else call.mask
     inputs = {name: x for name, x in inputs.items() if name != "placement"} | {"attention_mask": mask}
@@ -395,7 +410,7 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
             _agree_on_finite(patch)
         return output
     is_base, is_whole = module is base_of(inner), context.spec is not None
-    if is_base and patch.experts is not None and context.module is not None:  # else it is in a graph
+    if is_base and patch.experts is not None and context.module is not None:  # not in a graph
         context.state.router_logits = getattr(output, "router_logits", None)
     if not context.is_outermost:
         return output
@@ -404,11 +419,14 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     if context.mode == "decode":
         return output
     sharded_loss = context.mode == "sharded" and module in patch.untried and inputs.get("shift_labels") is not None
-    if sharded_loss and (module in patch.above or context.module is not None):  # a library's stays one graph
+    if sharded_loss and (module in patch.above or context.module is not None):  # library heads stay one graph
         _try_shard_loss(patch, module, inputs, output, context)
     _agree_on_finite(patch)
     if patch.experts is not None and not is_base:
-        router_logits, context.state.router_logits = context.state.router_logits, None  # else it would keep the graph
+        router_logits, context.state.router_logits = (
+            context.state.router_logits,
+            None,
+        )  # drops the reference to the autograd graph
         output = patch.experts.correct(inner, inputs, output, 1 / patch.sp.size if is_whole else 1.0, router_logits)
     return whole_calls.gather_outputs(patch.agreement, context, inputs, output) if is_whole else output
 

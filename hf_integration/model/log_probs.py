@@ -1,7 +1,7 @@
-"""`sp.log_probs`: the log-probability of each label from a patched model, without making logits.
+"""`sp.log_probs`: the log-probability of each label from a patched model, without materializing whole logits.
 
-The model is called as for its logits, through all wrappers. But when its base model returns the last hidden state, the
-head computes the per-token numbers from it in tiles, and the rest of the forward continues with no tokens.
+The model is called through all wrappers, just as for logits. When the base model returns the last hidden state, the
+head computes per-token numbers in tiles, and the rest of the forward continues with zero tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..memory.tiled_loss import Instead, class_forward, loss_tiles, through, wit
 from .agreement import compare_batch
 from .forward import Patch
 
-TEMPERATURE, ENTROPY = "log_probs_temperature", "log_probs_entropy"  # arguments of the call, which ranks compare
-# these, and other arguments of the call that the model's own forward does not get
+TEMPERATURE, ENTROPY = "log_probs_temperature", "log_probs_entropy"  # arguments of the call that ranks compare
+# all arguments that are removed before the model's own forward
 TAKEN = {TEMPERATURE, ENTROPY, "fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}
 
 
 @dataclasses.dataclass
 class TokenNumbers(ModelOutput):
-    """Numbers (rows, tokens) for the token that each token is to predict, 0 if that has no label."""
+    """Numbers (rows, tokens) for the token that each position predicts, or 0 if that token has no label."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
@@ -63,10 +63,10 @@ def log_probs(
     inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "use_cache": False}
     inputs |= {"fused_lm_head": True, TEMPERATURE: float(temperature), ENTROPY: bool(return_entropy)}
     if getattr(inner.config.get_text_config(decoder=True), "output_router_logits", False):
-        inputs["output_router_logits"] = False  # for a balance of experts that is not requested
+        inputs["output_router_logits"] = False  # they would only serve an unrequested balance loss
     call = _Call(sp, inner, temperature, return_entropy)
     hooks = [base_of(inner).register_forward_hook(call.after_base)]
-    for head in patch.heads:  # peft may call a model without its hooks
+    for head in patch.heads:  # peft may call the inner model without its hooks
         hooks.append(head.register_forward_pre_hook(call.before, with_kwargs=True))
         hooks.append(head.register_forward_hook(call.after, prepend=True))
     try:
@@ -80,7 +80,10 @@ def log_probs(
 
 
 def _patched(sp: SequenceParallel, model: nn.Module) -> tuple[Any, Patch]:
-    """Return (the transformers model inside, its patch). Raises ConfigError if it does not make logits itself."""
+    """Return (the inner transformers model, its patch).
+
+    Raises ConfigError if the inner model does not compute logits itself.
+    """
     inner = unwrapped(model)
     patch = patch_of(inner)
     if patch is None or patch.sp is not sp:
@@ -97,12 +100,12 @@ def _patched(sp: SequenceParallel, model: nn.Module) -> tuple[Any, Patch]:
 
 
 def _labels_of(input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the labels of all tokens except padding, and the labels that only padding could predict."""
+    """Return labels for all tokens except padding and tokens that only padding could predict."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise InputError(f"log_probs needs input_ids (rows, tokens); got {describe(input_ids)}, give such")
     labels = input_ids.long()
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
-        return labels  # the call judges the mask
+        return labels  # the call itself reports a wrong mask
     real = mask.bool().to(labels.device)
     return labels.masked_fill(~(real & nn.functional.pad(real[:, :-1], (1, 0))), IGNORE)
 
@@ -117,7 +120,7 @@ class _Call:
         self.sp, self.model, self.temperature, self.entropy = sp, model, temperature, entropy
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Remove the request from the arguments, after the hook that shards the batch."""
+        """Remove the arguments of the request from the call, after the hook that shards the batch."""
         if TEMPERATURE in kwargs:
             shifted = kwargs.get("shift_labels")
             if shifted is None:  # the forward is local
@@ -133,7 +136,7 @@ class _Call:
         head, tiles = self.model.lm_head, loss_tiles(self.model, output.last_hidden_state)
         numbers = through(head, of_tiles, output.last_hidden_state)
         self.numbers = TokenNumbers(*numbers.unbind(-1))
-        # the rest of the forward does not call the head again, since ZeRO-3 would then fetch it
+        # the rest of the forward must not call the head again, since ZeRO-3 would fetch its weight
         classes = vocabulary(self.model)[1]
         vars(self.model)["lm_head"] = Instead(head, lambda x: x.new_empty(*x.shape[:-1], classes))
         return without_tokens(output, [])

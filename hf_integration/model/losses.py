@@ -1,12 +1,13 @@
-"""Checks of a model's loss when sequences are shared, and the loss that balances experts.
+"""Check a model's loss when sequences are shared, and compute the loss that balances experts.
 
-A rank's loss of its own tokens must be the sum of token losses on shift_labels over num_items_in_batch. A loss that
-ignores both in its **kwargs, or adds a term, would silently train wrong. So losses are tried: first `loss_function` on
-two tokens, then the loss of a forward, up to rounding. With whole batches a user's own forward gets whole outputs
-instead, so it may compute any loss (`families.is_plain_head`).
+A rank's loss on its own tokens must be the sum of token losses on shift_labels, divided by num_items_in_batch. A loss
+that swallows both arguments in its **kwargs, or adds a term, would silently give wrong gradients. Losses are therefore
+tested: first `loss_function` on two tokens, then the loss of a real forward, up to rounding. With whole batches a
+user-defined forward gets whole outputs instead, so it may compute any loss (`families.is_plain_head`).
 
-The loss that balances experts multiplies two sums over tokens (Switch Transformer, equation 4). The mean of the ranks'
-losses would differ from the unsplit model's loss, and so would the gradients. So it is computed from whole sequences.
+The loss that balances experts multiplies two sums over tokens (Switch Transformer, equation 4). Averaging the ranks'
+losses would give a different loss and different gradients than the unsplit model. The balance is therefore computed
+from whole sequences.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ def check_function(model: nn.Module, sp: SequenceParallel) -> None:
 
 
 def has_loss(model: nn.Module) -> bool:
-    """Return whether a model is a transformers causal language model, whose loss is known."""
+    """Return whether a model is a transformers causal language model, so that its loss can be checked."""
     model = unwrapped(model)
     return isinstance(model, PreTrainedModel) and is_causal_lm(model)
 
 
 def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError | None:
-    """Return the error for a wrong `model.loss_function`; None if it is right.
+    """Return the error for a wrong `model.loss_function`, or None if the function is right.
 
     Args:
-        option_of: The name of the function or class that takes check_loss=False, for the message; "" if there is none.
+        option_of: The name of the function or class that accepts check_loss=False, for the message, or "" if there is
+            none.
     """
     logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
     shifted = torch.tensor([[2, IGNORE]])  # cannot be made from labels
@@ -63,20 +65,20 @@ def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError |
 
 
 class TriedLoss(NamedTuple):
-    """The trial of a forward's loss."""
+    """A comparison of a forward's loss with the sum of token losses."""
 
     value: float  # the loss that the forward returned
-    expected: float  # the sum of its token losses over num_items_in_batch
+    expected: float  # the sum of token losses over num_items_in_batch
     rounding: float  # the difference that rounding may cause
 
     @classmethod
     def of(cls, loss: Tensor, expected: float, tokens: int = 1) -> TriedLoss:
-        """Make the trial of a loss. Token losses are summed in fp32.
+        """Compare a loss with a sum of token losses in fp32.
 
         Args:
             loss: The loss that the forward returned.
-            expected: The sum of its token losses over num_items_in_batch.
-            tokens: The number of token losses that were summed.
+            expected: The sum of token losses over num_items_in_batch.
+            tokens: The number of summed token losses.
         """
         value = float(loss.detach())
         eps = max(torch.finfo(torch.float32).eps, torch.finfo(loss.dtype).eps)
@@ -84,7 +86,7 @@ class TriedLoss(NamedTuple):
 
     @property
     def rest(self) -> float:
-        """The loss minus its token losses; 0 if the difference is due to rounding."""
+        """The loss minus the sum of token losses, or 0 if the difference is due to rounding."""
         rest = self.value - self.expected
         alike = self.value == self.expected or (math.isnan(self.value) and math.isnan(self.expected))
         return 0.0 if alike or abs(rest) <= self.rounding else rest
@@ -94,10 +96,11 @@ class TriedLoss(NamedTuple):
 
 
 def shard_loss_error(sp: SequenceParallel, tried: TriedLoss | None) -> ConfigError | None:
-    """Return the error for the loss of sharded forwards; None if it is right. Collective over the sequence's ranks.
+    """Return the error for the loss of sharded forwards, or None if the loss is right. The call is collective over the
+    sequence's ranks.
 
-    A rank's loss may contain more than token losses if that rest is equal on all ranks, such as a penalty on
-    parameters. Sharded losses are averaged over ranks, so the rest counts once.
+    A rank's loss may contain another term, such as a penalty on parameters, if the term is equal on all ranks. Sharded
+    losses are averaged over ranks, so a term that is equal on all ranks counts once.
     """
     all_tried = [trial for _, trial in all_gather_objects(sp.groups.control, ("loss of the model", tried))]
     if tried is None or not tried.rest:
@@ -112,17 +115,18 @@ def check_loss(
     sp: SequenceParallel, module: nn.Module, inputs: Mapping[str, Any], output: Any, *, share: float = 1.0,
     tiles: list[float] | None = None, option_of: str | None = None, error: ConfigError | None = None,
 ) -> bool:  # fmt: skip
-    """Raise ConfigError on all ranks of a sequence if one rank's loss is more than its token losses.
+    """Raise ConfigError on all ranks of a sequence if any rank's loss contains more than token losses.
 
     Args:
         inputs: The forward's arguments by name, with this rank's shard.
-        output: What it returned.
-        share: As for `tried_loss`; the same holds for `tiles`.
-        option_of: As for `loss_function_error`, for a whole batch; None: the batch was given sharded.
+        output: The forward's output.
+        share: See `tried_loss`.
+        tiles: See `tried_loss`.
+        option_of: As for `loss_function_error`, for a whole batch, or None if the batch was passed sharded.
         error: Another error on this rank.
 
     Returns:
-        Whether the batch contains what the trial needs.
+        Whether the batch contains the arguments that the check needs.
     """
     labels, items = inputs.get("shift_labels"), inputs.get("num_items_in_batch")
     if labels is None or items is None or inputs.get("labels") is None:
@@ -139,17 +143,17 @@ def check_loss(
 def tried_loss(
     model: Any, labels: Tensor, items: float, output: Any, share: float, tiles: list[float] | None = None
 ) -> TriedLoss | None:
-    """Make the trial of a forward's loss.
+    """Compare a forward's loss with the sum of token losses.
 
     Args:
         labels: The forward's shift_labels.
-        items: The divisor of their losses.
-        output: What the forward returned.
-        share: The fraction of the balance of experts that the loss includes.
+        items: The divisor of the token losses.
+        output: The forward's output.
+        share: The fraction of the expert balance that the loss includes.
         tiles: The sum of token losses of each tile, if the loss is tiled and there are no logits.
 
     Returns:
-        The trial; None if the loss cannot be tried, for example with neither logits nor a tiled loss.
+        The comparison, or None if there are neither logits nor a tiled loss, or no loss to compare.
     """
     fields = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
     loss, logits, experts = (fields.get(name) for name in ("loss", "logits", "aux_loss"))
@@ -179,7 +183,7 @@ class ExpertBalance:
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
-        sp.sharding.mask_users.add(self)  # `shard_batches` then returns the mask, without which padding would count
+        sp.sharding.mask_users.add(self)  # makes `shard_batches` return the mask, so that padding does not count
 
     def __deepcopy__(self, memo: dict) -> ExpertBalance:
         return ExpertBalance(self.sp)
@@ -188,14 +192,15 @@ class ExpertBalance:
         self.sp.sharding.mask_users.discard(self)
 
     def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float, router_logits: Any = None) -> Any:
-        """In a sharded forward's loss, replace the balance over this rank's tokens by that over whole sequences. The
-        balance is already right if a user's own head got whole router logits.
+        """Replace the expert balance over this rank's tokens by the balance over whole sequences.
+
+        The balance is already right if a user-defined head got whole router logits.
 
         Args:
-            output: What the forward returned. It is changed in place.
+            output: The forward's output, changed in place.
             share: The fraction of the balance in a rank's loss: 1 for batches of `shard_batches`, whose losses are
-                averaged over ranks, and 1 / size in a whole call, where they are summed.
-            router_logits: The base model's, for an output that lacks them, such as trl's.
+                averaged over ranks, and 1 / size in a whole call, whose losses are summed.
+            router_logits: The base model's router logits, for an output that lacks them, such as trl's.
 
         Returns:
             The output.
@@ -213,7 +218,7 @@ class ExpertBalance:
         chosen, mask = model.num_experts_per_tok, kwargs.get("attention_mask")
         whole = torch.compiler.disable(balance)(self.sp, router_logits, chosen, mask)
         if output.get("loss") is not None:
-            # subtracting the term that the model has added cancels its gradient too, exactly
+            # subtracting the model's own term also cancels its gradient exactly
             output.loss = output.loss + balance_weight(model) * (share * whole - output.aux_loss)
         output.aux_loss = whole
         return output
@@ -222,12 +227,13 @@ class ExpertBalance:
 def balance(sp: SequenceParallel, router_logits: tuple[Tensor, ...], chosen: int, mask: Tensor | None) -> Tensor:
     """Compute the loss that balances experts, over all layers and all tokens of the group's sequences.
 
-    It is experts * sum over e of (share of tokens that chose e) * (mean probability of e).
+    The loss is the number of experts times a sum over experts. Each term is the share of tokens that chose the expert,
+    multiplied by the expert's mean probability.
 
     Args:
         router_logits: (tokens, experts) of each layer.
         chosen: The number of experts per token.
-        mask: 0 for tokens that do not count; None: all tokens count.
+        mask: 0 for tokens that do not count, or None if all tokens count.
     """
     weight = None if mask is None else mask.reshape(-1, 1).float()
     sums, experts = [], router_logits[0].shape[-1]

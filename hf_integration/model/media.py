@@ -1,7 +1,8 @@
-"""Calls with pictures, films or sounds: the stack of layers runs on shards, everything around it whole on each rank.
-Models make features from media, put them in place of token embeddings, and call their stack of layers with these
-`inputs_embeds`. So everything before that call is plain code, the same on all ranks, and the stack's call is a whole
-call. Padding and documents are taken from the outermost call, even if the model has changed them since.
+"""Calls with images, videos or audio: the stack of layers runs on shards, and all other modules run whole on each rank.
+
+Models encode media into features, insert the features in place of token embeddings, and call their stack of layers with
+the resulting `inputs_embeds`. All code before the stack therefore runs unchanged on all ranks, and the stack's call is
+a whole call. Padding and documents are taken from the outermost call, even if the model has changed them since.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from ..look.media import placeholders
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The spans of tokens that see one another under a mask, in rows that are laid end to end."""
+    """Spans of tokens that see one another under a mask, with all rows laid end to end."""
 
     spans: tuple[tuple[int, int], ...] = ()
-    whole: bool = False  # whether a window leaves a token its whole span
+    whole: bool = False  # whether a window still shows each token its whole span
 
 
 @dataclasses.dataclass(eq=False)
 class MediaCall:
-    """What the stack must know about the enclosing call of a model with media."""
+    """State of the enclosing call of a model with media, for use by the stack."""
 
     shape: tuple[int, int]  # rows and tokens
-    layout: dict[str, Any]  # the arguments that specify where padding and documents are
+    layout: dict[str, Any]  # the arguments that specify padding and documents
     states: list[Tensor] = dataclasses.field(default_factory=list)  # the random states when the call began
-    masks: list[Blocks] = dataclasses.field(default_factory=list)  # the masks that were made around the stack
-    mask: Any = None  # what the layers get as attention_mask
-    counts: bool = False  # whether the stack was given its positions
-    documents: Lengths = ()  # the documents of a pack whose masks are made around the stack
+    masks: list[Blocks] = dataclasses.field(default_factory=list)  # the masks made outside the stack
+    mask: Any = None  # the attention_mask for the layers
+    counts: bool = False  # whether the stack's call had position_ids
+    documents: Lengths = ()  # the documents of a pack if masks are made outside the stack
 
     def add_mask(self, function: Callable[..., Tensor], given: Mapping[str, Any]) -> Tensor:
-        """Keep the blocks of a mask and return a stand-in for it with four dims, which reaches the layers unchanged."""
-        begin = given["q_offset"]  # tokens in a cache, which the new ones see as text does
+        """Record the blocks of a mask. Return a 4-dim stand-in for the mask, which reaches the layers unchanged."""
+        begin = given["q_offset"]  # the number of cached tokens, which new tokens see causally
         if (given["batch_size"], given["q_length"]) != self.shape or given["kv_length"] != begin + self.shape[1]:
             raise InputError(
                 f"a mask must be of the call's rows and tokens, {self.shape}; got {given['q_length']} tokens"
@@ -63,20 +64,21 @@ class MediaCall:
     def around(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the outermost module.
 
-        The documents of a pack are in the layout. If transformers also made a mask from them, it would look up blocks
-        by positions in a document as if these were positions in the pack.
+        For a pack of documents, position_ids are removed, since the layout already contains the documents. With
+        position_ids, transformers would also make a document mask and look up blocks by positions in documents instead
+        of positions in the pack.
         """
         positions = inputs.get("position_ids")
         has_axes = isinstance(positions, Tensor) and positions.dim() > 2
         return {name: x for name, x in inputs.items() if not self.documents or has_axes or name != "position_ids"}
 
     def blocks(self, mask: Any) -> Blocks:
-        """Return the blocks of the mask that a layer was given."""
+        """Return the blocks of the mask that a layer received."""
         number = mask.shape[-1] if _stands_for_mask(mask) else 0
         return self.masks[number - 1] if number else Blocks()
 
     def of_stack(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments with which the stack is called."""
+        """Return the arguments for the stack's call."""
         rows, length = self.shape
         if tuple(given["inputs_embeds"].shape[:2]) != self.shape:
             raise InputError(
@@ -87,7 +89,7 @@ class MediaCall:
         masks = [*made.values()] if isinstance(made, Mapping) else [made]
         if isinstance(made, Mapping) or _stands_for_mask(made):
             self.mask = made
-        elif isinstance(made, Tensor) and made.dim() == 2:  # the padding of the call, or what the model made from it
+        elif isinstance(made, Tensor) and made.dim() == 2:  # the padding of the call, possibly changed by the model
             masks = []
         if wrong := [x for x in masks if x is not None and not _stands_for_mask(x)]:
             raise InputError(
@@ -103,20 +105,22 @@ class MediaCall:
 
 
 def names_of(facts: Facts, inputs: Mapping[str, Any]) -> list[str]:
-    """Return the names of arguments for which everything around the stack must see whole rows."""
+    """Return the names of arguments that require whole rows in all modules outside the stack."""
     return [
         name for name, x in inputs.items() if x is not None and (name in MEDIA or (facts.outside and name in TYPES))
     ]
 
 
 def is_shared_by_stack(facts: Facts, inputs: Mapping[str, Any]) -> bool:
-    """Return whether everything around the stack runs whole: with media, or with a cache, as positions count earlier
-    media."""
+    """Return whether a call runs all modules around the stack on whole sequences.
+
+    The result is true for calls with media or with a cache, since positions after a cache depend on earlier media.
+    """
     return bool(names_of(facts, inputs)) or (not facts.no_media and has_cache(inputs))
 
 
 def text_of(facts: Facts, batch: Mapping[str, Any], config: PreTrainedConfig) -> Mapping[str, Any]:
-    """Return a batch without its media. Raises if the model cannot take them."""
+    """Return a batch without its media. Raise an error if the model does not support the media."""
     if not names_of(facts, batch):
         return batch
     if error := checked(facts, batch, config)[1]:
@@ -126,7 +130,7 @@ def text_of(facts: Facts, batch: Mapping[str, Any], config: PreTrainedConfig) ->
 
 
 def layout_in(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that specify where padding and documents are."""
+    """Return the arguments of a call that specify padding and documents."""
     layout = {name: x for name, x in inputs.items() if INPUTS.get(name) == LAYOUT and x is not None}
     positions = layout.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 3:  # text axis first, then three others, if any
@@ -136,7 +140,7 @@ def layout_in(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(facts: Facts, inputs: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Lengths, SeqParError | None]:
-    """Return the documents of a pack with media, and why a model cannot be called with it; None if it can."""
+    """Return (the documents of a pack with media, the error if the model does not support the call or None)."""
     if not (names := names_of(facts, inputs)):
         return (), None
     if facts.no_media:
@@ -174,15 +178,15 @@ def blocks_of(
     """Return the blocks of a causal mask: neighbors that see each other share a block.
 
     Args:
-        function: (row, head, query, key) -> whether the query sees the key, as in transformers' mask functions.
-        shape: Rows and tokens.
-        padding: (rows, tokens), 0 for padding, which is in no block.
+        function: Returns whether a query sees a key, given (row, head, query, key), like transformers' mask functions.
+        shape: The numbers of rows and tokens.
+        padding: (rows, tokens), 0 for padding. Padding belongs to no block.
         device: The device of the tensors that the function reads.
-        begin: The number of the first token.
-        documents: The documents of a pack, at whose ends blocks end; () if each row is one document.
+        begin: The index of the first token.
+        documents: The documents of a pack, or () if each row is one document. No block crosses the end of a document.
 
     Raises:
-        InputError: The keys that a query sees are not one interval.
+        InputError: The keys that a query sees do not form one interval.
     """
     rows, length = shape
 
@@ -215,12 +219,11 @@ def blocks_of(
 
 @functools.lru_cache(maxsize=64)
 def with_blocks(mask: Mask, blocks: Blocks) -> Mask:
-    """Return a mask with blocks."""
     return dataclasses.replace(mask, blocks=blocks.spans, whole_blocks=blocks.whole) if blocks.spans else mask
 
 
 def masks_of_rows(mask: Mask, blocks: Blocks, cached: CachedForward) -> list[Mask]:
-    """Return the mask of each row of a forward with a cache, without padding, or a single mask if all are equal."""
+    """Return the mask of each row of a cached forward, without padding, or a single mask if all are equal."""
     spans: list[list[tuple[int, int]]] = [[] for _ in range(cached.count)]
     for first, end in blocks.spans:
         row, token = divmod(first, cached.columns)

@@ -1,4 +1,6 @@
-"""Register sequence parallel attention with transformers, and switch models to it. The hooks are in `forward`."""
+"""Register sequence parallel attention with transformers, and patch models to use it. The hooks are in the module
+`forward`.
+"""
 
 from __future__ import annotations
 
@@ -63,28 +65,36 @@ from .forward import NO_MASK, Patch, before_base, before_head, before_stack, hoo
 from .losses import ExpertBalance, check_loss, has_loss
 from .weights import check_not_flattened
 
-OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")  # of a call; the first may be positional
+OPTIONS = (
+    "dropout",
+    "scaling",
+    "sliding_window",
+    "softcap",
+    "s_aux",
+)  # optional arguments of attention; the first may be positional
 
 
 def patch_attention(
     model: PreTrainedModel, sp: SequenceParallel, inputs: Mapping[str, InputSpec] | None = None
 ) -> PreTrainedModel:
-    """Make every attention of a model exact over sequences that `sp.size` ranks share. Call the patched model with
-    whole batches, the same on the ranks that share them, to get whole outputs. Or call it with what `sp.shard_batches`
-    returns to get this rank's shards. If a model is already patched with `sp`, only new `inputs` are added.
+    """Make every attention of a model exact over sequences that `sp.size` ranks share.
+
+    Call the patched model with whole batches, the same on the ranks that share them, to get whole outputs.
+    Alternatively, call the model with the output of `sp.shard_batches` to get outputs for this rank's shards. If a
+    model is already patched with `sp`, only new `inputs` are added.
 
     Args:
-        model: A transformers model, possibly inside a peft model or `torch.compile`. It is patched in place.
+        model: A transformers model, possibly inside a peft model or `torch.compile`. The model is patched in place.
         sp: The SequenceParallel whose ranks share each sequence.
         inputs: How ranks share the model's custom arguments, by name, for example {"weights": tokens()} with `tokens`
-        from `ds_seqpar.data.inputs`. transformers' own arguments are known.
+            from `ds_seqpar.data.inputs`. transformers' own arguments need no entry.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: The model cannot be patched (see `families`), its heads do not fit, it is patched with another
-        SequenceParallel, or `inputs` contradict a known name.
+        ConfigError: The model cannot be patched (see `families`), its numbers of heads are unsuitable, the model is
+            patched with another SequenceParallel, or `inputs` contradict a known name.
 
     Examples:
         >>> sp = SequenceParallel(SequenceParallelConfig(size=2), heads=heads(model))
@@ -112,7 +122,10 @@ def patch_attention(
 
 
 def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
-    """Check that a model can be patched, and return its facts. Collective over `sp` if a look has to find them."""
+    """Check that a model can be patched, and return the model's facts.
+
+    The call is collective over the ranks of `sp` if the facts must be detected at run time.
+    """
     if not isinstance(inner, PreTrainedModel) or is_tested(inner):
         check_patch(model, sp)
         return facts_of(inner)
@@ -179,11 +192,13 @@ def patch_by(
 
 
 def _patch_heads(patch: Patch, model: nn.Module) -> None:
-    """Hook the modules around a patched base model that are not hooked yet. A base model may have several heads around
-    it."""
+    """Hook the modules that wrap a patched base model and are not hooked yet.
+
+    Several heads may share one base model.
+    """
     inner = unwrapped(model)
     around = tuple(head for head in heads_around(model) if head not in patch.heads)
-    tiled = is_overridden(inner, "forward")  # a custom forward then runs once for each tile of the loss
+    tiled = is_overridden(inner, "forward")  # a custom forward then runs once per loss tile
     patch.heads += around
     patch.above += tuple(
         head for head in around if not tiled and not (is_plain_head(head) and patch.facts.shift_labels)
@@ -202,19 +217,19 @@ def share_sequences(
 ) -> SequenceParallel:
     """Make a SequenceParallel, and patch a model with it.
 
-    The model is then called as before, with whole batches that are equal on the ranks of a sequence: those for
-    `sp.data_rank` of `sp.data_size`. Collective over the world.
+    Call the model as before, with whole batches that are equal on all ranks of a sequence. Distribute batches by
+    `sp.data_rank` and `sp.data_size`. The call is collective over all ranks.
 
     Args:
-        model: As for `patch_attention`.
-        inputs: As for `patch_attention`.
+        model: See `patch_attention`.
+        inputs: See `patch_attention`.
         **settings: Settings by name, as in the "sequence_parallel" section of a DeepSpeed JSON.
 
     Returns:
         The SequenceParallel.
 
     Raises:
-        ConfigError: The settings do not fit, or `patch_attention` cannot patch the model.
+        ConfigError: The settings are unsuitable, or `patch_attention` cannot patch the model.
 
     Examples:
         >>> sp = share_sequences(model, size=2)
@@ -224,7 +239,7 @@ def share_sequences(
     try:
         check_patch(model, None)
         config, model_heads = SequenceParallelConfig.from_dict(settings), heads(unwrapped(model))
-    except Exception as reason:  # reported to all ranks, which would otherwise wait for this one
+    except Exception as reason:  # reported to all ranks, which would otherwise wait for this rank
         error = as_seqpar_error("reading a model that is to share sequences failed", reason)
     sp = SequenceParallel(config, heads=model_heads, error=error)
     with together(sp.control_world, "patching a model", "models", call="share_sequences") as agreed:
@@ -234,14 +249,14 @@ def share_sequences(
 
 
 def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
-    """Check that `patch_attention(model, sp)` can patch the model; changes nothing.
+    """Check that `patch_attention(model, sp)` can patch the model, without changing the model.
 
     Args:
-        model: As for `patch_attention`.
-        sp: The SequenceParallel to patch with; None checks only what does not depend on one.
+        model: See `patch_attention`.
+        sp: The SequenceParallel to patch with, or None to skip the checks that depend on `sp`.
 
     Raises:
-        ConfigError: As `patch_attention` does.
+        ConfigError: The model cannot be patched; see `patch_attention`.
     """
     check_adapters(model)
     check_not_flattened(model)
@@ -263,10 +278,10 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
 
 
 def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Restore the attention that a patched model had. An unpatched model stays unchanged.
+    """Restore the original attention of a patched model. An unpatched model stays unchanged.
 
     Args:
-        model: As for `patch_attention`.
+        model: See `patch_attention`.
 
     Returns:
         The model.
@@ -288,13 +303,13 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def patched_with(model: PreTrainedModel) -> SequenceParallel | None:
-    """Return the SequenceParallel that a model is patched with.
+    """Return the SequenceParallel with which a model is patched.
 
     Args:
-        model: As for `patch_attention`.
+        model: See `patch_attention`.
 
     Returns:
-        The SequenceParallel; None if the model is not patched.
+        The SequenceParallel, or None if the model is not patched.
     """
     patch = patch_of(unwrapped(model))
     return patch.sp if patch else None
@@ -302,12 +317,13 @@ def patched_with(model: PreTrainedModel) -> SequenceParallel | None:
 
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Context manager in which forwards of a patched model are local, as in the unpatched model. Each rank evaluates
-    its own whole sequences, with padding masks, labels that the model shifts, or a kv cache. Under ZeRO-3 all ranks
-    must make the same number of forwards, since they fetch parameters from one another.
+    """Context manager in which forwards of a patched model are local, as in the unpatched model.
+
+    Each rank evaluates its own whole sequences, with padding masks, labels that the model shifts, or a kv cache. Under
+    ZeRO-3 all ranks must run the same number of forwards, since they fetch parameters from one another.
 
     Args:
-        model: As for `patch_attention`, or a DeepSpeed engine or DDP module that contains such a model.
+        model: As for `patch_attention`, or a DeepSpeed engine or DDP module that contains a patched model.
 
     Examples:
         >>> with whole_sequences(model):
@@ -319,7 +335,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
         yield
         return
     patch.whole.append(None)
-    patch.sp.sharding.unused.is_met = True  # what is evaluated here is not sharded
+    patch.sp.sharding.unused.is_met = True  # local evaluation uses no sharded batches
     try:
         yield
     finally:
@@ -329,11 +345,14 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention interface: query (B, H, S, D), key and value (B, Hkv, S, D) -> out (B, S, H, D). Key and
-    value with three dims are a latent and the matrix that expands it (`latent`)."""
+    """Implement transformers' attention interface with sequence parallel attention.
+
+    The query is (B, H, S, D), key and value are (B, Hkv, S, D), and the output is (B, S, H, D). A key and value with
+    three dims are a latent and its expansion matrix (`latent`).
+    """
     context: ForwardContext | None = kwargs.pop(KEYWORD, None)
     if context is None and not torch.compiler.is_compiling():
-        context = current()  # for models that do not pass keywords on
+        context = current()  # for models that do not pass keywords to attention
     own: Any = patch_on(module)
     if context is None and own is not None:
         raise InputError("patched attention was reached past its model's forward; call the model that was patched")
@@ -351,7 +370,7 @@ def _attention(
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         query = _scaled_by_position(module, query, kwargs.get("position_ids", context.positions), context)
     sp, mask, chunk = own.sp, own.mask, own.chunk
-    if sliding_window not in (None, mask.window):  # None: in some models a window is in the mask alone
+    if sliding_window not in (None, mask.window):  # None: some models set the window only in the mask
         raise ConfigError(
             f"layer {module.layer_idx} needs one sliding window in its attention and in the config; got "
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
@@ -372,8 +391,7 @@ def _attention(
 
 
 def _mask(*, config: Any, **given: Any) -> Any:
-    """transformers' mask interface: make the unpatched model's mask from the arguments of `create_causal_mask` and
-    similar functions."""
+    """Implement transformers' mask interface: make the unpatched model's mask, or a stand-in in sharded forwards."""
     context = None if torch.compiler.is_compiling() else current()
     if context is not None and context.mode not in (None, "local"):
         if context.media is None or context.spec is not None or context.mode == "decode":
@@ -381,14 +399,16 @@ def _mask(*, config: Any, **given: Any) -> Any:
         return context.media.add_mask(given["mask_function"], given)
     if (name := name_before(config)) not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
-    if getattr(config, "num_kv_shared_layers", 0):  # Gemma-4 drops queries unless its attention is called "sdpa"
+    if getattr(config, "num_kv_shared_layers", 0):  # Gemma-4 drops queries unless its attention is named "sdpa"
         given["allow_is_causal_skip"] = False
     return ALL_MASK_ATTENTION_FUNCTIONS[name](config=config, **given)
 
 
 def _scaled_by_position(module: Any, query: Tensor, positions: Tensor | None, context: ForwardContext) -> Tensor:
-    """Return queries (B, H, S, D) as Llama 4 scales them. Llama 4 itself would treat a rank's tokens as the first new
-    ones."""
+    """Scale queries (B, H, S, D) by position, as in Llama 4.
+
+    Llama 4 itself would scale a rank's tokens as if they were the first new tokens.
+    """
     cached, first = context.cached, 0
     if cached is not None:
         if cached.is_decode:
@@ -418,7 +438,10 @@ def _attention_with_layout(
     call: media.MediaCall | None,
     made: Tensor | None,
 ) -> Tensor:
-    """Compute attention with the mask of a batch, outside compiled graphs, since the mask differs for each batch."""
+    """Compute attention with the mask of a batch.
+
+    The function runs outside compiled graphs, since the mask differs between batches.
+    """
     mask, tokens = options.mask, q.shape[1] * sp.size
     if layout is not None:
         mask, tokens = layout.mask_with_window(mask.window), layout.tokens
@@ -432,7 +455,7 @@ def _attention_with_layout(
 
 @functools.lru_cache(maxsize=64)
 def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
-    """Return a mask in which the chunks of a document see only themselves."""
+    """Return a mask in which each chunk of a document attends only to itself."""
     if mask.parents:
         raise InputError(
             f"layers that attend in chunks need documents without parents; got a layout with {mask}, give each "
@@ -443,8 +466,9 @@ def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
 
 
 def check_engine(engine: Any, sp: SequenceParallel) -> None:
-    """Check, in an engine's first forward with labels, that its model calls sp.attention and that its loss is right. A
-    patched model checks this itself. Only causal language models of transformers are checked.
+    """Check, in an engine's first forward with labels, that the loss is right and the model calls sp.attention.
+
+    Patched models run the same checks themselves. Only causal language models of transformers are checked.
     """
     if patch_of(unwrapped(engine.module)) is not None or not has_loss(engine.module):
         return

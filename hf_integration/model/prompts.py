@@ -1,6 +1,7 @@
-"""Calls that request per-token numbers for rows that share a prompt: a patched model computes the prompt once. The rows
-become one row of documents, in which a prompt is the parent of what follows it. Outputs are put back into the rows, so
-the caller does not notice.
+"""Per-token numbers for rows that share a prompt: a patched model computes each shared prompt once.
+
+The rows become one row of documents, in which a prompt is the parent of its continuations. Outputs are copied back into
+the original rows, so the caller sees no difference.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ds_seqpar.data.shared_prompts import SharedPrompts, shared_prompts
 from ..look.facts import Facts, masks
 from ..noise import noise_numbers
 
-LEAST = 0.1  # the share of the rows' tokens that "auto" must save at least
+LEAST = 0.1  # the minimum fraction of tokens that "auto" must save
 TENSORS = {"input_ids", "attention_mask", "labels", "num_items_in_batch"}
 
 
@@ -30,7 +31,7 @@ def wants_token_numbers(inputs: Mapping[str, Any]) -> bool:
 
 
 def may_share(sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[str, Any]) -> bool:
-    """Return whether a call's rows may share prompts, judging by its arguments."""
+    """Return whether a call's rows may share prompts, according to the settings and the call's arguments."""
     setting = sp.config.shared_prompts
     if setting is False or not wants_token_numbers(inputs):
         return False
@@ -38,7 +39,7 @@ def may_share(sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[st
 
 
 def unshared(sp: SequenceParallel, model: Any, inputs: Mapping[str, Any]) -> ConfigError | None:
-    """For a call whose head gets whole outputs, return why its rows cannot share prompts; None if they need not."""
+    """Return the error if prompts must be shared but the call's head gets whole outputs, otherwise None."""
     if sp.config.shared_prompts is not True or not wants_token_numbers(inputs):
         return None
     return ConfigError(
@@ -56,14 +57,14 @@ def prompts_of_call(
         sp: The SequenceParallel of the model.
         model: The patched model.
         facts: The model's facts.
-        inputs: The call's arguments by name, of a whole batch.
-        on_cpu: name -> the same values on the CPU, for tensors that are on a device.
+        inputs: The call's arguments by name, with a whole batch.
+        on_cpu: CPU copies of tensors that are on a device, by name.
 
     Returns:
-        The prompts; None if the rows are to be computed as they are.
+        The prompts, or None to compute the rows unchanged.
 
     Raises:
-        ConfigError: The setting requires shared prompts to be computed once, which is impossible for this call.
+        ConfigError: The settings require sharing of prompts, which is impossible for the call.
         InputError: The mask is not a padding mask, or the labels are not token ids.
     """
     if not may_share(sp, model, facts, inputs):
@@ -74,7 +75,7 @@ def prompts_of_call(
             raise ConfigError(f'{SECTION}.shared_prompts true needs {refusal}, leave the setting out, or say "auto"')
         return None
     if labels_of(inputs).shape != inputs["input_ids"].shape:
-        return None  # sharding the rows refuses them
+        return None  # sharding reports the mismatch
     known = {**inputs, **on_cpu}
     mask = checked_mask(known.get("attention_mask"), inputs["input_ids"].shape)
     least = 0.0 if setting is True else LEAST
@@ -88,13 +89,13 @@ def prompts_of_call(
 
 
 def _balances(model: Any, inputs: Mapping[str, Any]) -> bool:
-    """Return whether a call's loss has a part that balances experts over all tokens."""
+    """Return whether a call's loss includes a term that balances experts over all tokens."""
     asked = inputs.get("output_router_logits")
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked)
 
 
 def _refusal(model: Any, facts: Facts, inputs: Mapping[str, Any]) -> str:
-    """Return "NEEDED; got GIVEN" for a call whose rows must be computed as they are; "" for other calls."""
+    """Return "NEEDED; got GIVEN" for a call whose rows cannot share prompts, or "" for other calls."""
     if facts.mixers or facts.gathered:
         return "a model without layers that have a state or gather keys; got one with some"
     columns = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0

@@ -1,8 +1,9 @@
-"""Position embeddings that a rank alone would get wrong.
+"""Position embeddings that would be wrong if computed from one rank's tokens alone.
 
-The frequencies of RoPE may depend on the longest position of a batch ("dynamic", "longrope"). A rank has only some
-positions. So its embedding also gets the longest position, and the result for it is dropped. If a model takes no
-position_ids, other embeddings number tokens from the end of a cache. They get the positions of the rank's tokens.
+The frequencies of RoPE may depend on the longest position of a batch ("dynamic", "longrope"), but a rank has only some
+of the positions. The rank's embedding therefore also gets the longest position, and the result for that position is
+dropped. In models without position_ids, embeddings that number tokens from the end of a cache get the positions of the
+rank's tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 from ..context import current
 from ..graph_breaks import between_graphs
 
-COUNTED = "past_key_values_length"  # an argument of embeddings that start numbering tokens from it
+COUNTED = "past_key_values_length"  # an argument with the number of the first token
 ROPE_TYPES = ("dynamic", "longrope")
 
 
 def embeddings(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return a base model's embeddings that a rank alone would get wrong."""
+    """Return a base model's embeddings that would be wrong if computed from one rank's tokens alone."""
     numbers = "position_ids" not in inspect.signature(type(model).forward).parameters
     modules = [(module, bool({*ROPE_TYPES} & _rope_types(module))) for module in model.modules()]
     return tuple(module for module, is_rope in modules if is_rope or (numbers and counts(module)))
@@ -34,12 +35,12 @@ def counts(module: nn.Module) -> bool:
 
 
 def _rope_types(module: nn.Module) -> set[Any]:
-    rope_type = getattr(module, "rope_type", None)  # a dict by layer type, in families that have several
+    rope_type = getattr(module, "rope_type", None)  # a dict by layer type in some families
     return {*rope_type.values()} if isinstance(rope_type, dict) else {rope_type}
 
 
 def hook(module: nn.Module) -> tuple[RemovableHandle, ...]:
-    """Hook an embedding so that it gets what it needs in forwards that are not local."""
+    """Hook an embedding so that it gets the longest position, or the tokens' positions, except in local forwards."""
     if counts(module):
         return (module.register_forward_pre_hook(_number, with_kwargs=True),)
     return module.register_forward_pre_hook(_before, with_kwargs=True), module.register_forward_hook(_after)

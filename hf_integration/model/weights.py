@@ -1,4 +1,7 @@
-"""What the ranks of a sequence compare of a patched model: everything before the first forward, a few weights later."""
+"""Comparison of a patched model between the ranks of a sequence.
+
+The first forward compares everything, and later forwards compare a few weights.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from ds_seqpar.data.value_checks import device_digest
 
 from ..compat import FLATTENED, ZERO_ID
 
-PIECE = 1 << 20  # elements of a tensor that are hashed at a time
-SAMPLES = 8  # values of each parameter that ranks compare in the first forward
-WATCHED, WATCHED_SAMPLES = 8, 64  # later forwards: at least this many parameters, and values of each
+PIECE = 1 << 20  # the number of tensor elements that are hashed at a time
+SAMPLES = 8  # the number of values per parameter that the first forward compares
+WATCHED, WATCHED_SAMPLES = 8, 64  # minimum number of parameters, and values per parameter, that later forwards compare
 OFTEN = 64  # the maximum number of training forwards between two comparisons
 
 
@@ -24,18 +27,21 @@ def compares_weights(forward: int) -> bool:
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the mean absolute value of some values of some trained parameters, the last one included, by name.
+    """Return the mean absolute value of sampled weights, by name, for some trained parameters including the last one.
 
-    Ranks compare these during training, since gradients that are not averaged over ranks would make all of them differ.
-    Frozen parameters reveal nothing, and neither do the parts of parameters that ZeRO-3 and FSDP leave on each rank.
+    Ranks compare the sampled weights during training, since gradients that are not averaged over ranks would make the
+    weights diverge. Frozen and partitioned parameters (ZeRO-3, FSDP) are skipped, since comparing them would reveal
+    nothing.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and is_whole(p)]
     return {name: _spread(p, WATCHED_SAMPLES).abs().mean() for name, p in trained[:: -max(1, len(trained) // WATCHED)]}
 
 
 def fingerprint(model: nn.Module) -> dict[str, object]:
-    """Return what ranks compare of a model: dtypes, layers, RoPE, the shape and some values of every parameter and
-    buffer, and what is trained. The entries that best explain a difference come first. Parameters that ZeRO-3 or FSDP
+    """Return the properties of a model that ranks compare.
+
+    The properties are the dtypes, layers, RoPE settings, shapes and sampled values of all parameters and buffers, and
+    the names of trained parameters. Entries that best explain a difference come first. Parameters that ZeRO-3 or FSDP
     partitions, or that are on the meta device, have no values to compare.
     """
     parameters = dict(model.named_parameters())
@@ -63,7 +69,9 @@ def check_not_flattened(model: nn.Module) -> None:
 
 
 def fingerprint_of_bits(x: Tensor) -> Fingerprint:
-    """Return the fingerprint of a tensor's bits and their places: the same on every device and in every release."""
+    """Return a fingerprint of a tensor's bits in order. Equal bits have equal fingerprints on every device and in every
+    release.
+    """
     return Fingerprint.of([int(device_digest(piece)) for piece in x.detach().reshape(-1).split(PIECE)])
 
 
@@ -72,7 +80,7 @@ def is_whole(p: Tensor) -> bool:
 
 
 def _samples(parameters: dict[str, Tensor]) -> dict[str, str]:
-    """Return a digest of some values of each parameter, by name. All values are copied from the device at once."""
+    """Return a digest of sampled values of each parameter, by name. All samples are copied from the device at once."""
     samples = [_spread(p) for p in parameters.values()]
     samples = [x.cpu() for x in samples] if len({x.device for x in samples}) > 1 else samples
     values = torch.cat(samples).cpu().split([len(x) for x in samples]) if samples else []
@@ -84,6 +92,6 @@ def _spread(p: Tensor, samples: int = SAMPLES) -> Tensor:
     flat = p.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     samples = min(samples, len(flat))
-    # with integers: fp32 cannot represent indices above 2^24, and rounds the last one up
+    # in integers, since fp32 cannot represent indices above 2^24 and would round the last one up
     indices = torch.arange(samples, device=flat.device) * (len(flat) - 1) // max(samples - 1, 1)
     return flat[indices].double()

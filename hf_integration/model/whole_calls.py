@@ -1,7 +1,8 @@
-"""Calls of a patched model with whole batches, equal on the ranks that share them, which return whole outputs. The
-outermost called module shards the batch before its forward and makes the output whole afterwards. Modules inside it,
-such as the base model under a head, get what `shard_batches` would return. A whole output stays sharded until its
-values are read (`ds_seqpar.whole`); only the loss is summed at once.
+"""Call a patched model with whole batches and get whole outputs. A whole batch is the same on all ranks that share it.
+
+The outermost called module shards the batch before its forward and makes the output whole afterwards. Inner modules,
+such as the base model under a head, get the same arguments as with `shard_batches`. A whole output stays sharded until
+its values are read (`ds_seqpar.whole`). Only the loss is summed over ranks at once.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ FUSED = (
     "fused_linear_cross_entropy=False, cross_entropy=False"
 )
 
-# tensor of a whole batch on a device -> (the same on the CPU, the version of the tensor then)
+# (CPU copy, version of the device tensor when copied) for each device tensor of a whole batch
 _on_cpu = WeakTensorKeyDictionary()
 
 
 def moved_batch(batch: Any, device: torch.device) -> Any:
-    """Move a whole batch from the CPU to a device. The CPU tensors are kept and known to be whole. So a call need
-    neither copy them back, which would make the host wait, nor ask other ranks. A batch that is not a mapping is
-    returned unchanged.
+    """Move a whole batch from the CPU to a device and remember its CPU tensors.
+
+    A later call then neither copies tensors back, which would make the host wait, nor asks other ranks whether the
+    batch is whole. Objects other than mappings are returned unchanged.
     """
     if not isinstance(batch, Mapping):
         return batch
@@ -75,16 +77,16 @@ def is_moved_batch(x: Any) -> bool:
 def shard_inputs(
     agreement: Agreement, facts: Facts, inputs: Mapping[str, Any], context: ForwardContext
 ) -> tuple[dict[str, Any], ForwardContext]:
-    """Shard the whole batch of a call. Ranks compare it together with the base model's forward.
+    """Shard the whole batch of a call. Ranks compare the batch later, in the base model's forward.
 
     Args:
-        agreement: The patched model's.
-        facts: The patched model's.
+        agreement: The agreement of the patched model.
+        facts: The facts of the patched model.
         inputs: The call's arguments by name.
-        context: The call's.
+        context: The call's context.
 
     Returns:
-        (the forward's arguments by name, with this rank's shard; the context with that shard's specs).
+        (the forward's arguments by name, with this rank's shard; the context with the shard's specs).
 
     Raises:
         InputError, ConfigError, DisagreementError: On all ranks of the sequence, if the batch cannot be sharded.
@@ -99,10 +101,10 @@ def shard_inputs(
 def with_cache(
     agreement: Agreement, facts: Facts, inputs: Mapping[str, Any], context: ForwardContext
 ) -> ForwardContext:
-    """Return the context of a decode step, with its cache and what ranks are to compare.
+    """Return the context of a decode step, with its cache and the values that ranks will compare.
 
     Raises:
-        InputError: On all ranks of the sequence, if the cache or the mask does not fit.
+        InputError: On all ranks of the sequence, if the cache or the mask does not match the call.
     """
     try:
         checks = _compared(inputs)
@@ -120,7 +122,7 @@ def with_cache(
 def _sharded(
     agreement: Agreement, facts: Facts, inputs: dict[str, Any], context: ForwardContext
 ) -> tuple[dict[str, Any], ForwardContext]:
-    assert context.module is not None  # constants for graphs have none
+    assert context.module is not None  # only the constants for graphs have no module
     model: Any = unwrapped(context.module)
     sp, labeled = agreement.sp, inputs.get("labels") is not None
     checks, cached, table = _compared(inputs), None, agreement.inputs
@@ -171,7 +173,7 @@ def _sharded(
 
 
 def _copies(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors that are on both the CPU and a device, by name."""
+    """Return the CPU copies of tensors that are on a device, by name."""
     copies = {name: _on_cpu[x][0] for name, x in inputs.items() if is_moved_batch(x)}
     return {name: x for name, x in copies.items() if x is not None}
 
@@ -196,15 +198,15 @@ def compare_inputs(
     media: Collection[str] = (),
     error: SeqParError | None = None,
 ) -> None:
-    """Compare the arguments of a module that gets whole outputs; the model inside shards them.
+    """Compare the arguments of a module that gets whole outputs. The inner model shards the arguments.
 
     Args:
-        media: The names of the media arguments, whose values are compared too.
-        error: What is wrong with the call.
+        media: The names of media arguments, whose values are compared too.
+        error: A known error of the call.
 
     Raises:
-        ConfigError, DisagreementError: On all ranks of the sequence, unless all call the module with the same
-            arguments, and the model inside makes the outputs that it needs.
+        ConfigError, DisagreementError: On all ranks of the sequence, if the ranks' arguments differ or if the inner
+            model does not return the outputs that the module needs.
     """
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
     error = ConfigError(FUSED) if fused else error or unshared(agreement.sp, model, inputs)
@@ -215,7 +217,7 @@ def compare_inputs(
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the error message for arguments that a whole batch may not have; "" if it has none."""
+    """Return the error message for arguments that a whole batch does not support, or "" if there are none."""
     if wrong := common_misuse(inputs):
         return wrong
     if inputs.get("return_token_accuracy") or inputs.get("return_predicted_tokens"):
@@ -238,9 +240,9 @@ def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mappin
     """
     sp, labeled, tiles = agreement.sp, inputs.get("labels") is not None, context.state.losses
     if tiles is not None and context.module is not None:
-        share, option_of = 1 / sp.size, agreement.loss_option_of or ""  # the share of the balance of experts
+        share, option_of = 1 / sp.size, agreement.loss_option_of or ""  # the fraction of the expert balance
         check_loss(sp, context.module, inputs, output, share=share, tiles=tiles, option_of=option_of)
-        agreement.loss_option_of = None  # not before: a loss that was refused is refused again
+        agreement.loss_option_of = None  # set only now, so that a refused loss is refused again
     whole = functools.partial(_whole, sp, context, labeled, bool(inputs.get("fused_lm_head")))
     if isinstance(output, dict):
         whole_outputs = {name: whole(name, x) for name, x in output.items()}
@@ -252,12 +254,13 @@ def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mappin
 
 
 class _OnPart:
-    """Hooks of a module around the base model that treats tokens independently, so that it computes only this rank's
-    shard. Its parameters get a part of their gradient, times `size`, as those of the base model do.
+    """Hooks that make a token-wise module outside the base model compute only this rank's shard.
+
+    The module's parameters get this rank's part of their gradient, times `size`, like the base model's parameters.
     """
 
-    shard_spec: ShardSpec | None = None  # the spec of the tensor that is computed
-    stream: OwnStream | None = None  # the stream of its noise
+    shard_spec: ShardSpec | None = None  # the spec of the current output
+    stream: OwnStream | None = None  # the random stream of the current forward
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
@@ -279,19 +282,19 @@ class _OnPart:
 
 
 def compute_on_parts(module: nn.Module, sp: SequenceParallel) -> tuple[RemovableHandle, RemovableHandle]:
-    """Hook a module that treats tokens independently, so that it takes and returns sharded whole tensors."""
+    """Hook a module that processes tokens independently, so that it accepts and returns sharded whole tensors."""
     hooks = _OnPart(sp)
     return module.register_forward_pre_hook(hooks.before), module.register_forward_hook(hooks.after, always_call=True)
 
 
 def _whole(sp: SequenceParallel, context: ForwardContext, labeled: bool, shifted: bool, name: str, x: Any) -> Any:
-    """Return an output made whole.
+    """Return a whole output, made from this rank's shard.
 
     Args:
         labeled: Whether the output has a loss.
-        shifted: Whether outputs with one number per token have none for the last token.
+        shifted: Whether per-token outputs lack a number for the last token.
         name: The name of the output.
-        x: This rank's shard of it.
+        x: This rank's shard of the output.
     """
     if isinstance(x, tuple | list) and name != "past_key_values":
         return type(x)(_whole(sp, context, labeled, shifted, name, element) for element in x)
@@ -306,7 +309,9 @@ def _whole(sp: SequenceParallel, context: ForwardContext, labeled: bool, shifted
         whole: Tensor = whole_of(x, spec)
         if (cached := context.cached) is not None:
             columns = cached.logits if name == "logits" else None
-            if columns is not None:  # generate's, of which a streamer may look at tokens on one rank alone
+            if (
+                columns is not None
+            ):  # logits for generate must be gathered now: a streamer may read tokens on one rank alone
                 whole = plain(whole)
             whole = cached.with_padding(whole, columns)
         if context.shared is not None:

@@ -1,1 +1,1 @@
-"""SequenceParallelTrainer and the modules that it needs."""
+"""SequenceParallelTrainer and its supporting modules."""

@@ -1,6 +1,7 @@
-"""Figures that a sequence parallel run adds to the Trainer's log: tokens per second, utilization, memory and, once, the
-shape. Model flops utilization (MFU) is the flops of training steps divided by the most that the devices could do in
-that time. Recomputation by checkpoints or kernels does not count.
+"""Metrics that a sequence parallel run adds to the Trainer's log: tokens per second, MFU, memory and, once, the shape.
+
+Model flops utilization (MFU) is the flops of training steps divided by the devices' peak flops in the same time.
+Recomputation by checkpoints or kernels does not count.
 """
 
 from __future__ import annotations
@@ -27,35 +28,40 @@ from ..families import unwrapped
 from ..look.facts import modules_of
 from ..look.known import facts_of, heads, windows
 
-# pattern of a device's name -> flops/s in bf16 and fp16, without sparsity. Source: NVIDIA's data sheets
+# peak flops/s in bf16 and fp16 without sparsity, by pattern of the device name. Source: NVIDIA's data sheets
 PEAKS = {r"A100": 312e12, r"H100 80GB HBM3": 989e12, r"H200(?! NVL)": 989e12}
 
 
 def peak(device: torch.device, half: bool) -> float | None:
-    """Return the peak flops/s of a device; None if unknown. `half`: whether it multiplies in bf16 or fp16."""
+    """Return the peak flops/s of a device, or None if unknown.
+
+    Args:
+        device: The device.
+        half: Whether the device multiplies in bf16 or fp16.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and half else ""
     return next((rate for pattern, rate in PEAKS.items() if re.search(pattern, name)), None)
 
 
 class FlopCounter:
-    """Count the flops of a patched model's training steps.
+    """Counts the flops of a patched model's training steps.
 
     Each weight of a matrix takes six flops per token: two in forward, two for the gradient of its input and two for its
-    own gradient. A frozen weight takes only the first four. Weights of an expert count for the tokens routed to it,
-    those of an embedding not at all. For each pair of a query and a key, attention takes two products in forward and
-    four in backward.
+    own gradient. A frozen weight takes only four flops per token, since it needs no gradient of its own. Expert weights
+    count only for the tokens routed to the expert, and embedding weights do not count at all. For each pair of a query
+    and a key, attention takes two products in forward and four in backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
         base = unwrapped(model)
-        # if peft trains a copy of a module, it leaves the original in place
+        # peft keeps the original of a module that it copies for training
         parameters = [x for x in base.named_parameters(remove_duplicate=False) if "original_module" not in x[0]]
         self.flops_of_token = sum(_weights(base, name, x) * (4 + 2 * x.requires_grad) for name, x in parameters)
         self.windows, modules = windows(base), modules_of(base, facts_of(base)).values()
         self.flops_of_pair = [6 * heads(base)[0] * _dims(module) for module in modules]
 
     def of_documents(self, lengths: Sequence[int]) -> float:
-        """Return the flops of training on documents of these lengths (in tokens)."""
+        """Return the flops of training on documents of the given lengths (in tokens)."""
         from ds_seqpar.planner.request import visible_pairs
 
         pairs = sum(
@@ -66,13 +72,12 @@ class FlopCounter:
 
 
 def _dims(module: Any) -> int:
-    """Return the head_dim of keys plus that of values, which differ in latent attention."""
+    """Return the head_dim of keys plus the head_dim of values, which differ in latent attention."""
     return module.qk_head_dim + module.v_head_dim if hasattr(module, "qk_head_dim") else 2 * module.head_dim
 
 
 def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
-    """Return the number of a matrix's weights that are used for each token; 0 for other parameters or those read by
-    index."""
+    """Return how many weights of a matrix each token uses, or 0 for vectors and embeddings."""
     shape = whole_shape(parameter)
     if len(shape) < 2 or "embed" in name or name.endswith("bias"):
         return 0
@@ -84,20 +89,20 @@ def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
 
 
 class SequenceParallelCallback(TrainerCallback):
-    """Add figures to every training log.
+    """A callback that adds metrics to every training log.
 
     - `tokens_per_second`: tokens of all ranks per second, without padding.
-    - `memory_gib`: the peak memory of any rank, allocated on the device or resident on a CPU.
+    - `memory_gib`: the maximum over ranks of peak memory, allocated on the device or resident on a CPU.
     - `mfu`: model flops over the peak of all ranks, from 0 to 1, if the device's peak is known.
     - In the first log only, the shape: `sp_size`, `sp_ulysses`, `sp_inner` (the CP size), `data_groups`.
 
-    The time covers training steps with data loading, but not evaluation or saving. The figures are printed,
-    reported, and passed to `on_log` of later callbacks; they are not in `trainer_state.json`.
+    The measured time covers training steps with data loading, but not evaluation or saving. The metrics are printed,
+    reported, and passed to `on_log` of later callbacks, but not written to `trainer_state.json`.
 
     Args:
         sp: The `SequenceParallel` of the model.
-        peak: Peak flops/s of a rank's device, the same on all ranks. By default it is looked up by device name, for
-        bf16 and fp16.
+        peak: Peak flops/s of a rank's device, the same on all ranks. By default the bf16 and fp16 peak is looked up by
+            device name.
     """
 
     def __init__(self, sp: SequenceParallel, peak: float | None = None) -> None:
@@ -117,10 +122,10 @@ class SequenceParallelCallback(TrainerCallback):
         self.flop_counter = FlopCounter(kwargs["model"]) if self.peak else None
 
     def count(self, batch: Mapping[str, Any]) -> None:
-        """Count the tokens and flops of a whole batch, of which this rank has 1 / sp.size."""
+        """Count the tokens and flops of a whole batch, of which this rank computes 1 / sp.size."""
         try:
             lengths = lengths_of(batch)
-        except InputError:  # the forward will raise it on all ranks
+        except InputError:  # the forward will raise the error on all ranks
             return
         self.tokens += sum(lengths) / self.sp.size
         if self.flop_counter is not None:
@@ -132,7 +137,7 @@ class SequenceParallelCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def _measure(self, args: Any, control: Any) -> None:
-        """Gather the figures of all ranks if a log follows. Unlike `on_log`, this is called on all ranks."""
+        """Gather the metrics of all ranks if a log follows. Unlike `on_log`, `_measure` runs on all ranks."""
         if self.step_began is not None:
             self.seconds += time.perf_counter() - self.step_began
             self.step_began = None
@@ -158,7 +163,7 @@ class SequenceParallelCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:
-            logs.update(self.figures)  # not state.log_history, which is equal for equal runs, while times are not
+            logs.update(self.figures)  # not to state.log_history, which must stay reproducible
             self.figures = {}
 
 

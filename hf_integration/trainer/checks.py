@@ -1,12 +1,11 @@
-"""Check a Trainer's setup before training: settings with which a sequence parallel run would differ from the unsplit
-run raise an error.
+"""Checks of a Trainer's setup before training, which refuse settings that would change results.
 
 The label shift and the divisor of the loss must be global (docs/how_it_works.md). Many steps that the Trainer performs
-once per rank must be performed once per group of ranks that share a sequence. Settings for which this is not
-implemented are refused here.
+once per rank must happen once per group of ranks that share a sequence. Settings that only support counting by rank are
+refused here.
 
-Faults that are the same on every rank are raised. Faults that may occur on only one rank, for example in its data, are
-returned as an error, which all ranks then raise together so that none waits for another.
+Errors that are the same on every rank are raised. Errors that may occur on only one rank, for example in its data, are
+returned. All ranks then raise the error together, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ..inputs import MEDIA
 from ..model import forward
 from .rollouts import ROLLOUTS, base_of_trl, check_row
 
-# field of TrainingArguments -> (the wrong value, the needed value and why)
+# (wrong value, needed value and reason) for each field of TrainingArguments
 ARGUMENTS = {
     "average_tokens_across_devices": (
         False,
@@ -51,7 +50,7 @@ ARGUMENTS = {
         "activation_offloading=False, which moves what attention saves; set sequence_parallel.offload_checkpoints",
     ),
 }
-# setting of accelerate's data loaders -> (the needed value, why)
+# (needed value, reason) for each setting of accelerate's data loaders
 BATCHING = {
     "dispatch_batches": (False, "the first rank would hand every rank another part of a batch"),
     "split_batches": (False, "batch sizes are those of a group of ranks"),
@@ -61,7 +60,7 @@ PREFERENCES = ("DPOTrainer", "KTOTrainer")
 LOSS_OF_WHOLE = (*PREFERENCES, "RewardTrainer", *ROLLOUTS)  # Trainers whose compute_loss gets whole outputs
 SUPPORTED = ("SFTTrainer", *LOSS_OF_WHOLE, TRL_BASE)  # the Trainers of trl that may be extended
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
-# fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
+# fields of TrainingArguments that must be equal on all ranks, since they determine training and communication
 EQUAL_ARGUMENTS = (
     *("seed", "data_seed", "max_steps", "num_train_epochs", "train_sampling_strategy", "ignore_data_skip"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
@@ -100,25 +99,30 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def _refuse_all(unmet: list[tuple[str, str]]) -> None:
-    """Raise ConfigError for pairs of what is needed and what was given, all in one sentence."""
+    """Raise one ConfigError for all (needed, given) pairs."""
     if unmet:
         needed, got = zip(*unmet, strict=True)
         raise ConfigError(f"sequence parallel training needs {', and '.join(needed)}; got {', '.join(got)}")
 
 
 def check_json(args: TrainingArguments) -> None:
-    """Raise ConfigError for a DeepSpeed JSON (a file or a dict) that DeepSpeed refuses, or that has faults that
-    transformers would accept."""
+    """Raise ConfigError for an invalid DeepSpeed JSON (a file or a dict).
+
+    Errors that transformers would accept are reported too.
+    """
     config = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if isinstance(config, Mapping) or (isinstance(config, str | os.PathLike) and os.path.isfile(config)):
         DeepSpeedJson.read(config).check()
 
 
 def count_by_rank(config: Any, sp: SequenceParallel) -> None:
-    """Allow the `train_batch_size` of a JSON to count sequences, as `initialize` does, or ranks, as transformers does.
+    """Allow the `train_batch_size` of a JSON to count sequences, like `initialize`, or ranks, like transformers.
 
-    `config` is transformers' object, with "auto" filled in. Raises ConfigError for any other number, and for all JSON
-    values that differ from those of TrainingArguments.
+    Raises ConfigError for any other `train_batch_size`, and for JSON values that differ from TrainingArguments.
+
+    Args:
+        config: transformers' config object, with "auto" filled in.
+        sp: The SequenceParallel of the model.
     """
     if any(not x.startswith("- ds train_batch_size=") for x in config.mismatches):
         got = ", ".join(x.removeprefix("- ds ").replace(" vs hf ", " for ") for x in config.mismatches)
@@ -130,7 +134,7 @@ def count_by_rank(config: Any, sp: SequenceParallel) -> None:
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raise ConfigError for an Accelerator whose settings, from TrainingArguments or a launcher, do not fit."""
+    """Raise ConfigError for an Accelerator with unsupported settings, from TrainingArguments or a launcher."""
     world = _world_size()
     if accelerator.num_processes != world:
         raise ConfigError(
@@ -149,19 +153,21 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def _world_size() -> int:
-    """Return the number of ranks. Raises ConfigError if no launcher started them."""
+    """Return the number of ranks. Raise ConfigError if no launcher started them."""
     world = all_ranks().size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
     if not world:
         got = "no launcher, start the script with deepspeed, accelerate launch or torchrun"
-        if "ACCELERATE_MIXED_PRECISION" in os.environ:  # only accelerate's launcher sets it
+        if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set only by accelerate's launcher
             got = "one of accelerate launch alone, add --use_deepspeed, --num_processes and --deepspeed_config_file"
         raise ConfigError(f"SequenceParallelTrainer needs DeepSpeed and a process a rank; got {got}")
     return world
 
 
 def text_of(trainer: Any, batch: Any) -> Any:
-    """Return a batch without its media, or rows of prompts. Raises if the model cannot take media, or if a prompt with
-    media was truncated."""
+    """Return a batch without its media. Rows of prompts are returned unchanged.
+
+    Raises if the model does not support media, or if a prompt with media was truncated.
+    """
     if not isinstance(batch, Mapping):
         rows = [row for row in batch if isinstance(row, Mapping)] if isinstance(batch, list) else []
         pictures = [row.get("images") or row.get("image") for row in rows]
@@ -177,15 +183,24 @@ def text_of(trainer: Any, batch: Any) -> Any:
 
 
 def has_custom_loss(trainer: Any) -> bool:
-    """Return whether the loss is computed from whole outputs: by a model whose own forward may add to it, or as
-    determined by `changes_loss`."""
+    """Return whether the loss is computed from whole outputs.
+
+    Whole outputs are needed if the model's own forward may add to the loss, or if `changes_loss` is true.
+    """
     patch = patch_of(unwrapped(trainer.model))
     return changes_loss(trainer) or (patch is not None and bool(patch.above))
 
 
 def changes_loss(trainer: Any, but: Collection[str] = ()) -> bool:
-    """Return whether the loss is not the model's: by label smoothing, a compute_loss_func, a user's compute_loss, or
-    trl's trainers of preferences and rollouts `but` some."""
+    """Return whether the Trainer uses a different loss than the model's.
+
+    Possible causes are label smoothing, a compute_loss_func, a user-defined compute_loss, or a trl trainer on
+    preferences or rollouts.
+
+    Args:
+        trainer: The Trainer.
+        but: Names of trl trainers to ignore.
+    """
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
     libraries = "transformers", "trl", "hf_integration"
@@ -195,7 +210,7 @@ def changes_loss(trainer: Any, but: Collection[str] = ()) -> bool:
 
 
 def unseen_file() -> ConfigError:
-    """Return the error for a rank that cannot see the file in which trl's first rank keeps log-probabilities."""
+    """Return the error for a rank that cannot see the file of log-probabilities that trl's first rank wrote."""
     return ConfigError(
         "precompute_ref_log_probs needs a data set in files that all ranks see, beside which the first rank writes "
         "results; got one in memory or on a disk that is not shared, use save_to_disk and load_from_disk"
@@ -203,7 +218,7 @@ def unseen_file() -> ConfigError:
 
 
 def loader_error(loader: Any) -> ConfigError | None:
-    """Return the error for a loader from a user's get_train_dataloader or get_eval_dataloader, or None."""
+    """Return the error for a loader from a user-defined get_train_dataloader or get_eval_dataloader, or None."""
     if not isinstance(loader, Loader):
         return None
     return ConfigError(
@@ -222,8 +237,7 @@ def _datasets(trainer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def settings(trainer: Any) -> dict[str, object]:
-    """Return the settings that must be equal on all ranks, since each rank uses them to step its part of the
-    optimizer."""
+    """Return the settings that must be equal on all ranks, since each rank updates only its part of the optimizer."""
     configs = [vars(base) for base in type(trainer.args).__mro__ if base.__module__.startswith("trl.")]
     of_trl = {name for config in configs for name in config.get("__annotations__", ())} - {"dataset_num_proc"}
     names = [*EQUAL_ARGUMENTS, *sorted(of_trl)]
@@ -233,25 +247,26 @@ def settings(trainer: Any) -> dict[str, object]:
 
 
 def lengths(trainer: Any) -> dict[str, int | None]:
-    """Return the number of examples of each data set by name, None if it has no length. With unequal numbers, ranks
-    would take unequal numbers of steps.
+    """Return the number of examples of each data set by name, or None for a data set without a length.
+
+    With unequal numbers, ranks would take different numbers of steps.
     """
     return {f"{name} examples": len(dataset) if has_length(dataset) else None for name, dataset in _datasets(trainer)}
 
 
 def columns_error(trainer: Any) -> ConfigError | None:
-    """Return the error for a data set of `datasets` without token columns, of which the Trainer would remove all
-    columns."""
+    """Return the error for a `datasets` data set without token columns, since the Trainer would remove all columns."""
     if base_of_trl(type(trainer), *SUPPORTED) or not trainer.args.remove_unused_columns:
-        return None  # trl's Trainers tokenize, or their collators for pictures do
+        return None  # trl's Trainers or image collators tokenize
     columns = (getattr(dataset, "column_names", None) for _, dataset in _datasets(trainer))
     return next(filter(None, (text_error(dict.fromkeys(x)) for x in columns if isinstance(x, list))), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedCollator:
-    """A loader's collate_fn that reports what is wrong with examples when their batch is made. No example is tried
-    before, since data sets and collators may have state, and losses would change.
+    """A loader's collate_fn that reports errors in examples when their batch is made.
+
+    Examples are not tested earlier, since data sets and collators may have state, and testing would change losses.
     """
 
     collate: Any
@@ -263,7 +278,7 @@ class CheckedCollator:
         except SeqParError:
             raise
         except Exception as reason:
-            collate = getattr(self.collate, "data_collator", self.collate)  # the Trainer's wraps the user's
+            collate = getattr(self.collate, "data_collator", self.collate)  # the Trainer's collator wraps the user's
             name = getattr(collate, "__name__", type(collate).__name__)
             unequal = len({sum(len(x) for x in _ids(row) if hasattr(x, "__len__")) for row in rows}) > 1
             hint = " (examples of different lengths need one that pads, and a tokenizer.pad_token)" * unequal
@@ -290,5 +305,5 @@ def text_error(example: object) -> ConfigError | None:
 
 
 def _ids(example: object) -> list[Any]:
-    """Return the id columns of an example: trl's preference data have "prompt_ids", "chosen_ids" and others."""
+    """Return the id columns of an example. trl's preference data has "prompt_ids", "chosen_ids" and others."""
     return [x for name, x in example.items() if name.endswith("_ids")] if isinstance(example, Mapping) else []

@@ -27,7 +27,7 @@ from .rollouts import Behind
 
 
 class Evaluation(Behind):
-    """Part of `SequenceParallelMixin` that evaluates."""
+    """The part of `SequenceParallelMixin` for evaluation."""
 
     _agree_on_batches: Any
     _class_compute_loss: Any
@@ -56,9 +56,9 @@ class Evaluation(Behind):
     ) -> tuple[Tensor | None, Any, Any]:
         """Return (loss, logits, labels) of the class's `prediction_step`, with whole logits.
 
-        The model's own loss becomes the mean token loss over all groups, without repeated sequences. A custom loss is
-        that of the plain Trainer on this group's sequences; the Trainer weights it by the number of sequences that are
-        not repetitions.
+        The model's own loss becomes the mean token loss over all groups, without repeated sequences. A custom loss has
+        the same value as in the plain Trainer on this group's sequences. The Trainer then weights the loss by the
+        number of sequences that are not repetitions.
         """
         loss_only, custom_loss = prediction_loss_only or not self.gather_logits, checks.has_custom_loss(self)
         (batch,) = self._agree_on_batches("evaluation batch", lambda: iter([copy.copy(inputs)]))
@@ -71,7 +71,7 @@ class Evaluation(Behind):
         loss, logits, labels = self._checked_step(model, batch, loss_only, custom_loss, ignore_keys)
         if loss is not None and not custom_loss:
             loss = self.accelerator.gather(loss).mean()
-        if isinstance(labels, Tensor) and not custom_loss:  # return the labels as they were before any was set to -100
+        if isinstance(labels, Tensor) and not custom_loss:  # return the labels without the added -100s
             labels = inputs.get("labels", labels).to(labels.device)
         if logits is not None and self._preprocess is not None:
             logits = self._preprocess(logits, labels)
@@ -80,7 +80,7 @@ class Evaluation(Behind):
     def _checked_step(self, model: nn.Module, batch: Any, loss_only: bool, custom_loss: bool, *args: Any) -> tuple:
         """Return the result of the class's `prediction_step`.
 
-        Raises on every rank if the step fails on one, or if only some ranks have a loss to gather.
+        Raises on every rank if the step fails on any rank, or if only some ranks have a loss to gather.
         """
         # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
         known, in_tiles = (SeqParError, RuntimeError), loss_only and not custom_loss
@@ -95,8 +95,10 @@ class Evaluation(Behind):
     def _counted_loss(
         self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        """Call the class's `compute_loss`. In evaluation, pass the step's count, which the Trainer does not. A pack of
-        pairs has a weight.
+        """Call the class's `compute_loss`.
+
+        In evaluation, pass the step's token count, which the Trainer omits. The loss of a pack of pairs is multiplied
+        by the pack's weight.
         """
         items = None if checks.has_custom_loss(self) else inputs.pop("num_items_in_batch", None)
         if num_items_in_batch is None and items is not None:

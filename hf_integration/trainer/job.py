@@ -1,4 +1,4 @@
-"""Inputs of the planner: the jobs of a transformers model and of a Trainer."""
+"""Planner jobs for a transformers model and for a Trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 IDS = "input_ids"
-ROWS = 1000  # the number of rows of a column that are read at once
+ROWS = 1000  # the number of rows of a column to read at once
 
 
 def job_of(model: PreTrainedModel, job: Job) -> Job:
@@ -55,9 +55,9 @@ def job_of(model: PreTrainedModel, job: Job) -> Job:
 
 
 def job_of_trainer(trainer: Trainer, content: Mapping[str, Any]) -> Job:
-    """Return the job of a Trainer: the values that it substitutes for "auto" in the JSON, and its longest sequence.
+    """Return the planner job of a Trainer, with its longest sequence and its values for "auto" in the JSON.
 
-    A sequence is a row of a batch; if a collator packs documents, it is the whole batch.
+    A sequence is a row of a batch, or the whole batch if a collator packs documents.
     """
     from ds_seqpar.planner.request import Job
 
@@ -81,7 +81,10 @@ def job_of_trainer(trainer: Trainer, content: Mapping[str, Any]) -> Job:
 
 
 def objective_of(trainer: Trainer) -> Objective:
-    """Return what a trl trainer computes, from its class and arguments. Prompts count once for each of their rows."""
+    """Return the computations of a trl trainer, derived from its class and arguments.
+
+    A prompt counts once for each row that contains it.
+    """
     from ds_seqpar.planner.request import TRAINERS, Objective
 
     args: Any = trainer.args
@@ -108,10 +111,12 @@ def _longest_pack(dataset: Any) -> tuple[int, ...]:
 
 
 def longest_example(dataset: Any, column: str) -> int | None:
-    """Return the number of tokens of the longest example of a `datasets.Dataset`, from its length column or its
-    input_ids. Return None for any other data set, since all of its examples would have to be made.
+    """Return the number of tokens of the longest example of a `datasets.Dataset`, or None for any other data set.
+
+    The number comes from the length column or from input_ids. For other data sets, every example would have to be
+    created.
     """
-    library = sys.modules.get("datasets")  # if it is not imported, the data set is not from this library
+    library = sys.modules.get("datasets")  # without the import, the data set cannot be from this library
     if library is None or not isinstance(dataset, library.Dataset) or not len(dataset):
         return None
     if column in dataset.column_names:

@@ -1,6 +1,7 @@
-"""The Trainer's optimizer steps as packs, if the JSON sets `tokens_per_rank` (docs/lengths.md). The Trainer's loop goes
-through, and counts, the batches of the plain run. The samples of a step's batches are packed together. So the last
-batch of a step has all of its packs, and the earlier ones have none.
+"""Train on packs in each optimizer step, if the JSON sets `tokens_per_rank` (docs/lengths.md).
+
+The Trainer's loop still iterates over, and counts, the batches of the plain run. All samples of a step's batches are
+packed together. The last batch of a step represents all packs of the step, and the earlier batches are empty.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class WholeSteps(BatchSamplerShard):
 
     def _of_group(self, group: int, drawn: Iterator[Any]) -> Iterator[Any]:
         shard: Any = BatchSamplerShard(self.batch_sampler, self.num_processes, group, even_batches=self.even_batches)
-        shard.batch_sampler = map(list, drawn)  # drawn once for all groups; it extends the last batch in place
+        shard.batch_sampler = map(
+            list, drawn
+        )  # drawn once for all groups; copied, since the shard extends the last batch in place
         return iter(shard)
 
 
@@ -61,16 +64,16 @@ def whole_steps(loader: DataLoader) -> DataLoader:
 
 
 class Pairs(Rows):
-    """A loader's collate_fn that leaves pairs unchanged: they are collated after they have been distributed."""
+    """A collate_fn that returns pairs unchanged. Pairs are collated after distribution to groups."""
 
     def __call__(self, samples: Sequence[Any]) -> list[Any]:
         return [*samples]
 
 
 class Packed(Behind):
-    """Part of `SequenceParallelMixin` that trains on packs."""
+    """The part of `SequenceParallelMixin` for training on packs."""
 
-    _counts: Sequence[float] = ()  # for each pack of the step, its pairs over those of a plain batch
+    _counts: Sequence[float] = ()  # for each pack of the step, its number of pairs over that of a plain batch
     _weight = 1.0  # the weight of the loss of the current pack
 
     @property
@@ -89,7 +92,7 @@ class Packed(Behind):
         return loader
 
     def _packs_of(self, batches: Iterator[Any]) -> tuple[list[Any], int]:
-        """Return this group's packs from the samples of all groups' batches, and the number of batches of a group."""
+        """Return this group's packs from the samples of all groups' batches, and the number of batches per group."""
         read, error = list[Any](), None
         try:
             for batch in batches:
@@ -107,9 +110,11 @@ class Packed(Behind):
         return packs if read else [], len(read)
 
     def _packs_of_pairs(self, read: Sequence[Any], error: SeqParError | None) -> list[Any]:
-        """Return this group's packs of pairs of similar lengths, with the same number of pairs as in the other groups'
-        packs. A loss is the mean over a batch's pairs. So only pairs from batches of equal size, which have equal
-        weight, are packed together: the last batch of an epoch may be smaller.
+        """Return this group's packs of pairs of similar lengths. Each pack has as many pairs as the other groups'
+        packs.
+
+        A loss is the mean over a batch's pairs, and the last batch of an epoch may be smaller. Only pairs from batches
+        of equal size, which have equal weight, are therefore packed together.
         """
         sp, packs, counts, contents = self.sp, list[Any](), list[float](), list[Fingerprint]()
         most = sp.config.tokens_per_rank * sp.size
@@ -142,7 +147,7 @@ class Packed(Behind):
             self.accelerator.sync_gradients = steps and number == len(inputs)
             batch = whole_calls.moved_batch(batch, self.args.device)
             self._weight = self._counts[number - 1] if self._counts else 1.0
-            if "num_items_in_batch" in batch:  # the loss is already divided by it
+            if "num_items_in_batch" in batch:  # the loss is already divided by num_items_in_batch
                 self.current_gradient_accumulation_steps = 1
             loss = loss + super().training_step(model, batch, *args, **kwargs)
         self._weight = 1.0
@@ -150,17 +155,17 @@ class Packed(Behind):
 
     def floating_point_ops(self, inputs: Any) -> Any:
         batches = inputs if isinstance(inputs, PacksOfStep) else [inputs]
-        # the Trainer sums it over all ranks
+        # the Trainer sums the result over all ranks
         return sum(super(Packed, self).floating_point_ops(batch) for batch in batches) / self.sp.size
 
 
 def in_last(packs: list[Any], batches: int) -> list[PacksOfStep]:
-    """Return the objects that represent the batches of a step."""
+    """Return one PacksOfStep per batch of a step, with all packs in the last one."""
     return [PacksOfStep() for _ in range(batches - 1)] + [PacksOfStep(packs)] if batches else []
 
 
 def has_own_forward(model: nn.Module) -> bool:
-    """Return whether a user's forward wraps or replaces that of a model."""
+    """Return whether a user-defined forward wraps or replaces a model's forward."""
     patch = patch_of(unwrapped(model))
     return patch is not None and not all(is_of_library(head.forward) for head in patch.above)
 

@@ -1,9 +1,8 @@
-"""End training with a checkpoint at SIGTERM, with which clusters announce that they will stop a job, if
-TrainingArguments(enable_jit_checkpoint=True) is set.
+"""Save a checkpoint and end training at SIGTERM, with `TrainingArguments(enable_jit_checkpoint=True)`.
 
-transformers' callback waits three seconds on each rank and then saves. Ranks would then save different steps, and a
-launcher may signal only one rank at first. Here ranks agree after every step whether one of them was signalled, and if
-so all save that step.
+Clusters send SIGTERM before they stop a job. transformers' callback waits three seconds on each rank and then saves.
+Ranks would thus save different steps, and a launcher may at first signal only one rank. With this module, all ranks
+check after every step whether any rank was signaled, and if so save the same step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..compat import sigterm_handler_before
 
 @dataclasses.dataclass
 class _GuardedStart:
-    """A loader's worker_init_fn, after which a worker ignores SIGTERM while its rank listens."""
+    """A loader's worker_init_fn that makes workers ignore SIGTERM while their rank handles it."""
 
     start: Any  # the user's worker_init_fn
     listens: Any
@@ -43,7 +42,7 @@ class _GuardedStart:
 
 
 class PreemptionCallback(TrainerCallback):
-    """During training, save a checkpoint and stop after the step in which any rank received SIGTERM."""
+    """A callback that saves a checkpoint and stops training after the step in which any rank received SIGTERM."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp, self.signalled = sp, False
@@ -51,7 +50,7 @@ class PreemptionCallback(TrainerCallback):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Context manager in which this handles SIGTERM."""
+        """Context manager in which the callback handles SIGTERM."""
         self.signalled, self._listens.value = False, True
         previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
         try:
@@ -61,8 +60,10 @@ class PreemptionCallback(TrainerCallback):
             signal.signal(signal.SIGTERM, previous_handler)
 
     def guard(self, loader: DataLoader) -> None:
-        """Make the workers of a loader ignore SIGTERM while this handles it. A launcher sends it to all processes of a
-        rank, and if a worker ended, training would end without a checkpoint."""
+        """Make the workers of a loader ignore SIGTERM while the callback handles the signal.
+
+        A launcher signals all processes of a rank. If a worker ended, training would end without a checkpoint.
+        """
         if not isinstance(loader.worker_init_fn, _GuardedStart):
             loader.worker_init_fn = _GuardedStart(loader.worker_init_fn, self._listens)
 
@@ -76,7 +77,9 @@ class PreemptionCallback(TrainerCallback):
 
 
 def take_over(trainer: Any) -> PreemptionCallback | None:
-    """If the Trainer has transformers' callback, replace it by a PreemptionCallback and return the latter."""
+    """Replace a Trainer's JIT checkpoint callback by a PreemptionCallback. Return the new callback, or None if there is
+    no JIT callback.
+    """
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return None
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback

@@ -1,4 +1,4 @@
-"""Choose the checkpoint from which a Trainer resumes: one that is completely written, and the same on every rank."""
+"""Select the checkpoint from which a Trainer resumes, which must be complete and the same on every rank."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from ds_seqpar.deepspeed.saving.atomic import is_whole, recover
 from ds_seqpar.deepspeed.saving.resuming import EngineReport, LoadingRun, inspect_engine, report_of_all
 from ds_seqpar.guards.agreement import all_gather_objects, together
 
-LAST = True  # not a string: a folder may have any name
+LAST = True  # not a string, since a folder may have any name
 WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
 
 
 def checkpoint_of(
     group: dist.ProcessGroup, resume_from_checkpoint: object, args: TrainingArguments, content: Mapping[str, Any]
 ) -> tuple[str | None, int]:
-    """Return (the folder to resume from, or None to start anew; the number of ranks that wrote it).
+    """Return (the folder to resume from, or None to start anew; the number of ranks that wrote the checkpoint).
 
-    Collective over the group of all ranks. Rank 0 warns of newer checkpoints that are incomplete.
+    The call is collective over all ranks. Rank 0 warns of newer checkpoints that are incomplete.
 
     Args:
         group: The group of all ranks.
-        resume_from_checkpoint: The argument of `train`, which may be a string from a command line. True and "last" mean
-            the last complete checkpoint in the output folder.
-        args: The Trainer's.
-        content: Its DeepSpeed configuration, with every "auto" filled in.
+        resume_from_checkpoint: The argument of `Trainer.train`, which may be a string from the command line. True and
+            "last" mean the last complete checkpoint in the output folder.
+        args: The Trainer's arguments.
+        content: The Trainer's DeepSpeed configuration, with every "auto" filled in.
 
     Raises:
-        ConfigError: On every rank, if no checkpoint is complete, if the requested one is incomplete, or if this run
-        cannot continue the run that wrote it.
+        ConfigError: On every rank, if no checkpoint is complete, if the requested checkpoint is incomplete, or if this
+            run cannot resume from the checkpoint.
     """
     output = str(args.output_dir)
     with together(group, "reading a folder of checkpoints", "checkpoint to resume from") as agreed:
@@ -74,8 +74,10 @@ def checkpoint_of(
 
 
 def parse_resume_argument(value: object) -> str | bool | None:
-    """Parse `resume_from_checkpoint`: return a folder, LAST, or None to start anew. If a word such as "last" is also a
-    folder, it means the folder. Raises ConfigError for any other type.
+    """Parse `resume_from_checkpoint`: return a folder, LAST, or None to start anew.
+
+    If a folder is named like one of the special words, such as "last", the folder takes precedence. Raises ConfigError
+    for values of any other type.
     """
     if isinstance(value, bool) or value is None:
         return LAST if value else None
@@ -86,8 +88,11 @@ def parse_resume_argument(value: object) -> str | bool | None:
 
 
 def _inspected(group: dist.ProcessGroup, folder: str, content: Mapping[str, Any]) -> tuple[str, int]:
-    """Return (what is wrong with a checkpoint and on which ranks, "" if it is complete on all; the number of ranks that
-    wrote it). Raise ConfigError if it was written by another kind of run."""
+    """Return (the fault of a checkpoint and the affected ranks, or "" if complete; the number of ranks that wrote the
+    checkpoint).
+
+    Raises ConfigError if another kind of run wrote the checkpoint.
+    """
     settings = DeepSpeedJson.read(content).known
     run = LoadingRun(
         rank=dist.get_rank(),
@@ -96,7 +101,7 @@ def _inspected(group: dist.ProcessGroup, folder: str, content: Mapping[str, Any]
         dtype=settings.dtype,
         universal=bool(content.get("checkpoint", {}).get("load_universal")),
     )
-    # if the JSON has either of them, accelerate passes the scheduler to DeepSpeed
+    # with an optimizer or a scheduler in the JSON, accelerate passes the scheduler to DeepSpeed
     scheduler = not content.keys() & {"optimizer", "scheduler"}
     report = report_of_all(group, lambda: inspect_checkpoint(Path(folder), run, scheduler))
     if report.mismatch:
@@ -115,7 +120,7 @@ def inspect_checkpoint(folder: Path, run: LoadingRun, scheduler: bool) -> Engine
 
     Args:
         folder: The checkpoint.
-        run: The run that will read it.
+        run: The run that will read the checkpoint.
         scheduler: Whether the Trainer, and not DeepSpeed, reads the state of the learning rate scheduler.
     """
     latest = folder / ("latest_universal" if run.universal else "latest")
@@ -125,5 +130,5 @@ def inspect_checkpoint(folder: Path, run: LoadingRun, scheduler: bool) -> Engine
 
 
 def random_state(folder: Path, rank: int, ranks: int) -> Path:
-    """Return the file from which a rank restores its random generators, in a checkpoint of this number of ranks."""
+    """Return the path of a rank's random state in a checkpoint written by `ranks` ranks."""
     return folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank % ranks}.pth")

@@ -1,4 +1,4 @@
-"""The random state of ranks: make it equal on ranks that need equal states, and restore it from a checkpoint."""
+"""Synchronize random states between ranks, and restore random states from a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ds_seqpar.guards.waits import explaining_failure
 
 
 def share(group: dist.ProcessGroup | None) -> None:
-    """Set the random state of all ranks of a group to that of its first rank. Collective; None means a group of one
-    rank.
+    """Set the random state of all ranks of a group to the state of its first rank.
 
-    ZeRO-3 initializes models on one rank only, and a checkpoint may have been written with other groups. Samplers need
-    an equal state on all ranks when training starts; data sets and collators need one on the ranks of a sequence.
+    The call is collective over the group. None means a group of one rank. Samplers need an equal state on all ranks
+    when training starts, and data sets and collators need an equal state on the ranks of a sequence. States may differ
+    because ZeRO-3 initializes models on one rank only, or because a checkpoint was written with other groups.
     """
     if group is None:
         return
@@ -31,19 +31,21 @@ def share(group: dist.ProcessGroup | None) -> None:
 
 
 def load(path: Path) -> None:
-    """Set the random state, except that of devices, from one of the Trainer's files. New ranks have no other state."""
+    """Restore the random state, except for devices, from a checkpoint that another number of ranks wrote."""
     with safe_globals():
         state = torch.load(path, weights_only=True)
     set_random_state((state["python"], state["numpy"], state["cpu"], None))
 
 
 class SharedDraws(TrainerCallback):
-    """Make the random state equal on all ranks when training begins, and when a sampler that draws from it begins an
-    epoch: data sets may have advanced it by different amounts.
+    """A callback that makes the random state equal on all ranks when training begins.
+
+    The state is made equal again at each epoch if a sampler then draws random numbers, since data sets may have
+    advanced the states by different amounts.
 
     Args:
         sp: The `SequenceParallel` of the model.
-        by_group: Whether training begins with different numbers in each group, equal on the ranks of a group.
+        by_group: Whether the state is equal only within each group of ranks.
     """
 
     def __init__(self, sp: SequenceParallel, by_group: bool = False) -> None:

@@ -1,6 +1,7 @@
-"""trl's GRPO and RLOO: a group of ranks generates and scores each completion once, and all its ranks train on them.
-trl's methods run unchanged, except that the accelerate functions that they call directly are replaced: those would
-count ranks, but here a group of ranks replaces one process.
+"""trl's GRPO and RLOO: a group of ranks generates and scores each completion once, and all its ranks train on it.
+
+trl's methods run unchanged, except for the accelerate functions that they call directly. The accelerate functions would
+count ranks and are replaced by versions that count groups, since a group of ranks replaces one process.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from ..rebinding import globals_read, rebound
 from . import rng_state
 
 ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl's Trainers that train on their own generations
-# their attribute -> their argument with which each rank would make its own completions
+# for each attribute of these Trainers, the argument that would make ranks generate separate completions
 GENERATED_ELSEWHERE = {
     **{name: name for name in ("rollout_func", "tools", "use_transformers_continuous_batching")},
     "environment_factories": "environment_factory",
 }
-# field of a GenerationConfig -> values with which nothing reads the padding before a prompt
+# for each field of a GenerationConfig, the values that make generation ignore padding before a prompt
 PADDING_UNREAD = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (None, 1.0)),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (None, 0)),
 }
-Behind: Any = object  # stands in for the class after the mixin; type checkers then allow any attribute
+Behind: Any = object  # a stand-in for the next class, for which type checkers allow any attribute
 
 
 def rolls_out(trainer: Any) -> bool:
@@ -49,7 +50,7 @@ def rolls_out(trainer: Any) -> bool:
 
 
 def base_of_trl(trainer_class: type, *names: str) -> type | None:
-    """Return the trl class, with one of these names, that a class is or extends; None if there is none."""
+    """Return the trl class with one of the given names among a class and its bases, or None if there is none."""
     bases = (x for x in trainer_class.__mro__ if x.__name__ in names and x.__module__.startswith("trl."))
     return next(bases, None)
 
@@ -67,10 +68,10 @@ def check_length(trainer: Any, group_generation_over: object) -> None:
 
 
 def check(trainer: Any) -> None:
-    """Check GRPO's and RLOO's arguments before they are used.
+    """Check the arguments of GRPO and RLOO before use.
 
     Raises:
-        ConfigError: If completions would not be divided among the ranks of a group.
+        ConfigError: Completions would not be divided among the ranks of a group.
     """
     classes, of_trl = [*type(trainer).__mro__], base_of_trl(type(trainer), *ROLLOUTS)
     assert of_trl is not None
@@ -97,8 +98,9 @@ def check(trainer: Any) -> None:
 
 
 def check_together(trainer: Any) -> None:
-    """Raise ConfigError if the ranks of a group would share a cache but the policy has layers with a state, which do
-    not support that. `generate` would also refuse it, but only in the first step.
+    """Raise ConfigError if the ranks of a group would share a cache but the policy has layers with a state.
+
+    Layers with a state do not support a shared cache. `generate` would also raise an error, but only in the first step.
     """
     inner, parts = unwrapped(trainer.model), trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
     given = [f"group_generation_over={over}"] if (over := trainer.group_generation_over) is not None else []
@@ -115,11 +117,12 @@ def check_together(trainer: Any) -> None:
 
 
 def count_groups(args: Any, groups: int) -> None:
-    """Change GRPO's and RLOO's arguments, in which trl has counted ranks, to count groups of ranks.
-    `generation_batch_size` becomes the value that `steps_per_generation` implies for groups.
+    """Change the arguments of GRPO and RLOO, in which trl has counted ranks, to count groups of ranks.
+
+    `generation_batch_size` is recomputed from `steps_per_generation` and the number of groups.
 
     Raises:
-        ConfigError: If a generation would not contain all completions of its prompts.
+        ConfigError: A generation would not contain all completions of its prompts.
     """
     rows, of_prompt = args.per_device_train_batch_size, args.num_generations
     counted, args.generation_batch_size = args.generation_batch_size, rows * groups * args.steps_per_generation
@@ -149,12 +152,12 @@ def check_row(row: Any) -> None:
 
 
 class Rollouts(Behind):
-    """Part of `SequenceParallelMixin` that extends what trl's GRPO and RLOO do with completions."""
+    """The part of `SequenceParallelMixin` that extends the completion methods of trl's GRPO and RLOO."""
 
     group_generation_over: int | None
     reward_funcs: list[Any]
     _throughput: Any
-    _generations: tuple[object, int] = None, 0  # (step and mode, how many generations it has had)
+    _generations: tuple[object, int] = None, 0  # (step and mode, the number of generations so far)
 
     def _generate_single_turn(self, prompt_ids: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
         if self.sp.size == 1 or self.use_vllm:
@@ -164,8 +167,11 @@ class Rollouts(Behind):
 
     @contextlib.contextmanager
     def _divided_generation(self, images: list[list | None] | None) -> Iterator[None]:
-        """Context manager in which the model's `generate` divides its rows, with the given pictures of each, among the
-        ranks of this group."""
+        """Context manager in which the model's `generate` divides its rows among the ranks of this group.
+
+        Args:
+            images: The images of each row, or None if there are none.
+        """
         step, (last, count) = (self.state.global_step, self.model.training), self._generations
         self._generations = step, count + 1 if step == last else 0
         seed = functools.partial(Fingerprint.of, self.args.seed, *self._generations)
@@ -181,27 +187,27 @@ class Rollouts(Behind):
         self, shared: Callable[..., Tensor], seed: Callable[..., int], images: list[list | None] | None, *,
         input_ids: Tensor, attention_mask: Tensor, generation_config: Any, **fields: Any,
     ) -> Tensor:  # fmt: skip
-        """Generate as transformers does, each row on one rank of the group, or on all ranks if it is too long.
+        """Generate each row on one rank of the group, or on all ranks if the row is too long.
 
         Args:
             shared: The patched model's `generate`.
-            seed: Returns the random seed for the value that it is called with.
-            images: The pictures of each row; None if there are none.
+            seed: Returns a random seed derived from its arguments.
+            images: The images of each row, or None if there are none.
             input_ids: Prompts (rows, tokens) that are padded on the left, the same on all ranks of the group.
             attention_mask: A mask of the same shape.
             generation_config: transformers' generation config.
-            **fields: The further outputs of a processor, for all rows.
+            **fields: Further outputs of a processor, for all rows.
 
         Returns:
             Prompts and completions (rows, tokens), on all ranks of the group.
 
         Raises:
-            SeqParError: On all ranks of the world, if a rank fails.
+            SeqParError: On all ranks of the world, if any rank fails.
         """
         config, inner, group = generation_config, unwrapped(self.model), self.sp.groups.control
         most = self.group_generation_over
         lengths = (attention_mask.sum(1) + self.max_completion_length).tolist()
-        # a rank alone would wait for the others in each forward
+        # a single rank would wait for the others in each forward
         split = not self.args.ds3_gather_for_generation and bool(zero.split_parameters(inner))
         long = [row for row, length in enumerate(lengths) if split or (most is not None and length > most)]
         mine = sorted({*range(len(lengths))} - {*long})[dist.get_rank(group) :: dist.get_world_size(group)]
@@ -217,7 +223,7 @@ class Rollouts(Behind):
             given |= {name: given[name][:, -width:] for name in {*TYPES} & {*given}}
             with unchanged(), contextlib.nullcontext() if split else compat.without_zero_hooks(inner):
                 torch.manual_seed(seed)
-                # no step waits for ranks that generate other rows or no rows
+                # no step must wait for ranks that generate other rows or none
                 given |= {"synced_gpus": False, "generation_config": config}
                 ids = generate(input_ids=ids, attention_mask=mask, **given)
             return dict(zip(rows, ids[:, width:].tolist(), strict=True))
@@ -225,7 +231,7 @@ class Rollouts(Behind):
         world = self.sp.control_world
         with together(world, "generating completions", "completions", peers=group), whole_sequences(inner):
             own = completions(shared, mine, seed(dist.get_rank()))
-        # a SeqParError concerns this group; others wait for its completions
+        # a SeqParError concerns only this group, while other groups wait for its completions
         passing = CommunicationError, RuntimeError
         name = "completions of long prompts"
         with together(world, "generating completions", name, peers=group, passing=passing):
@@ -239,12 +245,14 @@ class Rollouts(Behind):
     def _fields_of(
         self, rows: list[int], fields: Mapping[str, Any], images: list[list | None] | None
     ) -> dict[str, Any]:
-        """Return a processor's outputs for some rows, cut as trl cuts them into micro-batches."""
+        """Return a processor's outputs for some rows, divided like trl's micro-batches."""
         if images is None or not any(images[row] for row in rows):
             return {name: x[rows] for name, x in fields.items() if name not in MEDIA}
         counts: dict[str, Any] = {"num_images": [len(of_row or ()) for of_row in images]}
         tiles, pictures = sum(counts["num_images"]), fields["pixel_values"]
-        if pictures.dim() == 4 and len(pictures) != tiles:  # InternVL's, of which only the image processor says more
+        if (
+            pictures.dim() == 4 and len(pictures) != tiles
+        ):  # for InternVL, only the image processor returns the tile counts
             found = self.processing_class.image_processor(images=images, crop_to_patches=True, return_tensors="pt")
             counts["num_tiles"] = [int(x.sum()) for x in found["num_patches"].split(counts["num_images"])]
         split, join = compat.cuts_of_rows()
@@ -259,8 +267,10 @@ class Rollouts(Behind):
         return join(parts)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        """Score this group's completions: reward functions run only on its first rank, reward models on all its
-        ranks."""
+        """Score this group's completions.
+
+        Reward functions run only on the group's first rank, and reward models on all its ranks.
+        """
         group, told = self.sp.groups.control, b""
         args = inputs, prompts, completions, completion_ids_list
         logs = compat.extra_logs(self), compat.extra_metrics(self)
@@ -274,7 +284,7 @@ class Rollouts(Behind):
         known, *logged = pickle.loads(told)
         for log, of_first in zip(logs, logged, strict=True):
             log.update(of_first)
-        rng_state.share(group)  # functions may draw random numbers
+        rng_state.share(group)  # reward functions may draw random numbers
         if any(models):
             columns = known.T.tolist()
             given = [x if models[i] else functools.partial(_given, columns[i]) for i, x in enumerate(self.reward_funcs)]
@@ -282,7 +292,7 @@ class Rollouts(Behind):
         return self.accelerator.gather(known.to(self.accelerator.device))
 
     def _scored_by(self, functions: list[Any], *args: Any) -> Tensor:
-        """Return the rewards (rows, functions) that these functions give this group's completions."""
+        """Return the rewards (rows, functions) of this group's completions under the given functions."""
         before, self.reward_funcs = self.reward_funcs, functions
         try:
             names = {"gather": lambda rewards: rewards}
@@ -293,7 +303,7 @@ class Rollouts(Behind):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         function = super()._generate_and_score_completions.__func__
         names = {"gather": self.accelerator.gather, "gather_object": self.accelerator.gather_objects}
-        names = {name: names[name] for name in globals_read(function) & {*names}}  # GRPO gathers objects alone
+        names = {name: names[name] for name in globals_read(function) & {*names}}  # GRPO gathers only objects
         return rebound(function, names, "completions of groups")(self, inputs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What packs of samples must know about a transformers model: its loss, and what samples contain besides tokens."""
+"""Model properties needed for packs of samples: the loss, and inputs besides tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .job import job_of
 if TYPE_CHECKING:
     from ds_seqpar.planner.request import Job
 
-AXES_OF = "get_rope_index"  # the name of transformers' methods that place tokens on several axes
+AXES_OF = "get_rope_index"  # the name of transformers' methods that assign positions on several axes
 
 
 class Packing:
-    """See `ds_seqpar.models.Packing`."""
+    """The implementation of `ds_seqpar.models.Packing` for transformers models."""
 
     joined = staticmethod(joined)
 
@@ -57,13 +57,13 @@ def packing(model: nn.Module) -> Packing:
 
 
 def positions_of(model: PreTrainedModel, document: Mapping[str, Any]) -> Tensor:
-    """Return the positions of a document's tokens as a pack has them, int64 (axes, 1, tokens).
+    """Return the positions of a document's tokens within a pack, int64 (axes, 1, tokens).
 
-    The first axis counts the tokens, and so shows where documents begin. It is the only axis unless the model places
-    tokens on several.
+    The first axis counts the tokens, and so marks the start of each document. The result has further axes if the model
+    assigns positions on several axes.
 
     Args:
-        model: Unwrapped.
+        model: The unwrapped model.
         document: The forward's inputs for this document alone: one row without padding.
     """
     ids = document["input_ids"]
@@ -71,6 +71,6 @@ def positions_of(model: PreTrainedModel, document: Mapping[str, Any]) -> Tensor:
     if (owner := next((module for module in model.modules() if hasattr(module, AXES_OF)), None)) is None:
         return counted
     names = inspect.signature(method := getattr(owner, AXES_OF)).parameters
-    given = {"attention_mask": torch.ones_like(ids), **document}  # Qwen3-Omni's needs one
+    given = {"attention_mask": torch.ones_like(ids), **document}  # required by Qwen3-Omni
     axes = method(**{name: x for name, x in given.items() if name in names})[0].long()
     return axes if len(axes) > 3 else torch.cat([counted, axes])

@@ -1,5 +1,6 @@
-"""vLLM in server mode, as used by trl's trainers: the first rank queries the server for all groups of ranks at once. An
-error on the first rank is raised on all ranks.
+"""vLLM in server mode, as used by trl's trainers: the first rank queries the server for all groups of ranks at once.
+
+An error on the first rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .rollouts import Behind
 
 CLIENT = "VLLMClient"  # the name of the client's class in trl's file
 SERVER = "vLLM in server mode"
-SHARE = 0.9  # share of the ranks' timeout within which the server must answer
+SHARE = 0.9  # fraction of the ranks' timeout within which the server must answer
 
 
 class ServerOfGroups(Behind):
@@ -46,7 +47,7 @@ class ServerOfGroups(Behind):
         self._together("giving weights to", super().sync_weights, lambda: [None for _ in self._weights])
 
     def generate(self, prompts: list, images: list | None, num_generations: int, profiler: Any = None) -> tuple:
-        """Return trl's tuple of the answers to this group's prompts, which is equal on all its ranks."""
+        """Return trl's tuple of the completions of this group's prompts, equal on all ranks of the group."""
         completions = len(prompts) * self.accelerator.num_processes
         names = {
             "gather_object": self.accelerator.gather_objects,
@@ -56,13 +57,15 @@ class ServerOfGroups(Behind):
         return self._together("asking", lambda: generate(self, prompts, images, num_generations, profiler))
 
     def _together(self, action: str, function: Callable[[], Any], join: Callable[[], Any] = lambda: None) -> Any:
-        """Return the result of a function that all ranks call. Raises on every rank if it fails on one.
+        """Return the result of a function that all ranks call. Raises on every rank if the function fails on any rank.
 
         Args:
             action: The name of the action, for errors.
             join: Called if this rank's function has failed, to join the collective in which the other ranks wait.
         """
-        with together(self._world, f"{action} vLLM's server", passing=(SeqParError,)):  # they have agreed on these
+        with together(
+            self._world, f"{action} vLLM's server", passing=(SeqParError,)
+        ):  # ranks have already agreed on a SeqParError
             try:
                 return function()
             except SeqParError:
@@ -72,7 +75,7 @@ class ServerOfGroups(Behind):
                 raise
 
     def _tell(self, completions: int, answer: list, from_process: int) -> None:
-        """Broadcast an answer of the server. Raises on every rank if the answer is incomplete."""
+        """Broadcast an answer from the server. Raises on every rank if the answer is incomplete."""
         error = None
         if answer[0] is not None:
             _, ids, logprobs, _ = answer[0]
@@ -91,12 +94,12 @@ class ServerOfGroups(Behind):
 def _client(make: Callable, **settings: Any) -> Any:
     client = _in_time(make)(**settings)
     client.session.request = _in_time(client.session.request)
-    client.get_server_info = functools.cache(client.get_server_info)  # trl asks again while no other rank waits
+    client.get_server_info = functools.cache(client.get_server_info)  # cached, since trl asks again on one rank alone
     return client
 
 
 def _in_time(function: Callable) -> Callable:
-    """Return a function that raises TimeoutError if the given one takes so long that other ranks would stop waiting."""
+    """Wrap a function to raise TimeoutError before the other ranks stop waiting."""
     seconds = SHARE * groups.timeout().total_seconds()
 
     def call(*args: Any, **kwargs: Any) -> Any:
