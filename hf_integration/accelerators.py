@@ -40,12 +40,8 @@ from . import accelerate_config, compat
 from .loaders import examples_of, prepare_loader, stream_of
 from .module_patch import patch_on
 
-TRAINED = (
-    Optimizer,
-    DummyOptim,
-    LRScheduler,
-    DummyScheduler,
-)  # arguments of `prepare` that indicate training
+# arguments of `prepare` that indicate training
+TRAINED = (Optimizer, DummyOptim, LRScheduler, DummyScheduler)
 
 
 class GroupState:

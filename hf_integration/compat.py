@@ -81,9 +81,8 @@ EXTENDED = {
     ),
     "_get_train_sampler": 'train_sampling_strategy="batch_rebalance"',
 }
-EXTENDED_OF_TRL = {
-    "_precompute_ref_logps": "DPO with precompute_ref_log_probs"
-}  # otherwise reference models would run unpatched
+# otherwise reference models would run unpatched
+EXTENDED_OF_TRL = {"_precompute_ref_logps": "DPO with precompute_ref_log_probs"}
 # extended methods of trl's GRPO and RLOO; those in REBOUND call accelerate's functions
 REBOUND = ("_calculate_rewards", "_generate_and_score_completions")
 EXTENDED_OF_ROLLOUTS = (*REBOUND, "_generate_single_turn", "_prepare_inputs")
@@ -99,9 +98,8 @@ CALLED: dict[str, dict[str, set[str]]] = {
 _COUNTS_RANKS = {"gather", "gather_object", "broadcast", "broadcast_object_list", "VLLMClient"}
 
 EXTENDED_OF_VLLM = ("_init_vllm", "_iter_named_params")  # of trl's VLLMGeneration
-_GENERATION = mark(
-    "trl.trainer.grpo_trainer:VLLMGeneration"
-)  # the original class would gather the prompts of every rank
+# the original class would gather the prompts of every rank
+_GENERATION = mark("trl.trainer.grpo_trainer:VLLMGeneration")
 
 
 @contextlib.contextmanager
@@ -219,9 +217,8 @@ def watch_member(name: str, check: Callable[[Accelerator, FrameType, tuple], Non
 
 # ---- DeepSpeed
 
-ENGINE = mark(
-    "deepspeed.runtime.engine:global_samples"
-)  # an attribute of engines, whose reported figures would otherwise count ranks
+# an attribute of engines, whose reported figures would otherwise count ranks
+ENGINE = mark("deepspeed.runtime.engine:global_samples")
 
 # set on parameters and modules under ZeRO-3; without it, ZeRO-3 would go undetected
 ZERO_ID = mark("deepspeed.runtime.zero.partition_parameters:ds_id")

@@ -80,10 +80,8 @@ def _unmet_needs(config: PreTrainedConfig, outside: bool) -> list[str]:
     ]
     if not getattr(config, "is_causal", True):
         unmet.append("a causal model; got is_causal=False in its config")
-    is_bidirectional = getattr(config, "use_bidirectional_attention", False) in (
-        True,
-        "all",
-    )  # "vision": images only
+    # "vision": images only
+    is_bidirectional = getattr(config, "use_bidirectional_attention", False) in (True, "all")
     if is_bidirectional and not outside:
         unmet.append("a causal model; got use_bidirectional_attention in its config")
     return unmet

@@ -277,9 +277,8 @@ class Pieces:
                 return type(x)(map(cut, x))
             if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[0] in (0, 1) or x.shape[0] % count:
                 return x
-            return x.unflatten(0, (count, -1))[rows].flatten(
-                0, 1
-            )  # alibi has all heads of one row, then the next row's
+            # alibi has all heads of one row, then the next row's
+            return x.unflatten(0, (count, -1))[rows].flatten(0, 1)
 
         some.inputs = {name: x if name == PER_HEAD else cut(x) for name, x in self.inputs.items()}
         if (shared := some.inputs.get(SHARED)) is not None:

@@ -31,11 +31,8 @@ MEDIA = [
     "input_features_mask", "feature_attention_mask", "audio", "audio_values", "audio_embeds", "audio_features",
     "audio_attention_mask", "audio_feature_lengths", "audio_codes", "input_values", "mm_encoder_outputs",
 ]  # fmt: skip
-TYPES = (
-    "token_type_ids",
-    "mm_token_type_ids",
-    "moe_mm_token_type_ids",
-)  # arguments that distinguish media tokens from text
+# arguments that distinguish media tokens from text
+TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 TABLE = joined(
     INPUTS,
     dict.fromkeys((*TYPES, "per_layer_inputs", "ple_input_ids", "visual_pos_masks", POSITIONS), tokens()),

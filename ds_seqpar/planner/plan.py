@@ -114,9 +114,8 @@ def find_plan(request: Request) -> PlanResult:
             rejected[name_of(config), str(reason)] += 1
             continue
         seconds = request.seconds_a_sequence(found.seconds, config)
-        distinct.setdefault(
-            (config.size, config.ulysses, found), (seconds, config)
-        )  # keeps the first of equal candidates
+        # keeps the first of equal candidates
+        distinct.setdefault((config.size, config.ulysses, found), (seconds, config))
     ranked: list[Planned] = []
     for seconds, config in sorted(distinct.values(), key=lambda one: one[0]):
         if len(ranked) >= LISTED and rough(seconds) > rough(ranked[LISTED - 1].seconds):

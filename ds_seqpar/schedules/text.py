@@ -206,9 +206,8 @@ def _axes(plans: Mapping[str, Plan]) -> tuple[Axes, tuple[str, ...]]:
     size = plans["forward"].size
     steps = [step for plan in plans.values() for ranks in plan.ranks for step in ranks]
     groups = {action.ranks for step in steps for action in (*step.gathers, *step.reduces)}
-    lengths = {
-        ranks[1] - ranks[0]: len(ranks) for ranks in groups if len(ranks) > 1
-    }  # size of groups by the distance between neighbors
+    # size of groups by the distance between neighbors
+    lengths = {ranks[1] - ranks[0]: len(ranks) for ranks in groups if len(ranks) > 1}
     axes: list[tuple[str, int]] = []
     stride = 1
     for number, (distance, length) in enumerate([*sorted(lengths.items()), (size, 1)]):

@@ -44,19 +44,8 @@ LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
 PROBE = "sequence_parallel"  # the keyword by which a patched model passes a forward's context to its layers
 ROWS = 2
 TOKENS = 23  # unlikely to equal any size of a model
-SHARD = (
-    1,
-    4,
-    5,
-    9,
-    10,
-    11,
-    16,
-    17,
-    18,
-    20,
-    22,
-)  # tokens of a rank: without the first token, and at irregular distances
+# tokens of a rank: without the first token, and at irregular distances
+SHARD = (1, 4, 5, 9, 10, 11, 16, 17, 18, 20, 22)
 PIECES = (Piece(0, 9, 0, 0), Piece(9, 1, 9, 0), Piece(10, TOKENS - 10, 10, 0))
 TOLERANCE = 1e-4
 REPEATED = 16  # forwards in search of random behavior
@@ -183,9 +172,8 @@ class Seen:
     # tensors for each (module name, call index, whether they are outputs), in the order of events
     events: dict[tuple[str, int, bool], list[Tensor]] = dataclasses.field(default_factory=dict)
     probes: list[object] = dataclasses.field(default_factory=list)  # values that mixers received as the keyword PROBE
-    mixed: dict[str, int] = dataclasses.field(
-        default_factory=dict
-    )  # number of state heads (0 if none) by mixer that ran
+    # number of state heads (0 if none) by mixer that ran
+    mixed: dict[str, int] = dataclasses.field(default_factory=dict)
     gathered: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)  # masks by module that gathers keys
     counts: Counter[tuple[str, bool]] = dataclasses.field(default_factory=Counter)  # counts of a module's events
 

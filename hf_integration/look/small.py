@@ -42,12 +42,10 @@ WIDTHS = re.compile(r"hidden_size|d_model|n_embd|emb_dim|dim|embedding_(size|dim
 INNERS = re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_inner|dff|dim_ff|d_ff).*")
 RANKS = re.compile(r".*lora_rank")
 WINDOWS = re.compile(r"(?!.*(layer|pattern)).*(window|local_attention|attention_chunk).*")
-INDEXED = re.compile(
-    r"index.*_(topk.*|block_size|budget)"
-)  # numbers of keys that an index selects, which would cover a short sequence
-POOLED = re.compile(
-    r"compress_rates|index_kpool|indexer_compress_ratio"
-)  # numbers of tokens that an index treats as one
+# numbers of keys that an index selects, which would cover a short sequence
+INDEXED = re.compile(r"index.*_(topk.*|block_size|budget)")
+# numbers of tokens that an index treats as one
+POOLED = re.compile(r"compress_rates|index_kpool|indexer_compress_ratio")
 CHUNKS = re.compile(r"(mamba_)?chunk_size|block_size")  # numbers of tokens that a layer with a state computes at a time
 # a Mamba-2 layer's width as a multiple of the model's, its heads, and their size
 EXPANDED = [
@@ -192,10 +190,8 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
                 parameter.mul_(wanted / spread)
             if parameter.dim() > 1:  # zero rows for padding: dividing by their norm would have no gradient
                 parameter.add_((parameter == 0).all(-1, keepdim=True) * wanted * torch.randn_like(parameter))
-    for part in (
-        config,
-        text,
-    ):  # set after the model is made, since modules read it; without it, heads accept only one row
+    # set after the model is made, since modules read it; without it, heads accept only one row
+    for part in (config, text):
         if getattr(part, "pad_token_id", None) is None:
             part.pad_token_id = 0
     return small.float().eval()
@@ -316,9 +312,8 @@ def _cuts(config: PreTrainedConfig, number: int, layers: int) -> list[tuple[PreT
     """
     text, widths = text_config(config), dict[int, int]()
     towers = [part for part in _parts(config) if part is not text]
-    has_text = len(towers) < len(
-        [*_parts(config)]
-    )  # otherwise the config itself is the text model's, or was copied for the text model
+    # otherwise the config itself is the text model's, or was copied for the text model
+    has_text = len(towers) < len([*_parts(config)])
     cuts = [(part, _Cut(part, TOWER, widths)) for part in towers]
     of_text = text if has_text else config
     cuts.append((of_text, _Cut(of_text, TEXT, widths, number, layers)))
@@ -379,8 +374,9 @@ def _renumber(parts: list[PreTrainedConfig]) -> None:
 def carry_over(model: PreTrainedModel, small: PreTrainedModel, noise: float) -> None:
     """Copy user changes from a model to its small copy: hooks, forwards, modules of other classes, and noise."""
     replaced: tuple[str, ...] = ()
+    twins = dict(small.named_modules())
     for name, module in list(model.named_modules()):
-        twin = dict(small.named_modules()).get(name)
+        twin = twins.get(name)
         if twin is None or name.startswith(replaced) or type(module).__module__.startswith(QUANTIZERS):
             continue
         if type(twin) is not type(module) and not is_of_library(type(module)):

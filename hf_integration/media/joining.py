@@ -56,9 +56,8 @@ class _Joining:
         self, embedding: nn.Module, sp: SequenceParallel, cuts: Mapping[str, Cut], methods: tuple[str, ...]
     ) -> None:
         self.embedding, self.sp, self.cuts, self.methods = embedding, sp, cuts, methods
-        self.smallest: dict[
-            str, dict[str, Any]
-        ] = {}  # for each method, the smallest image's arguments on the CPU, the same on all ranks
+        # for each method, the smallest image's arguments on the CPU, the same on all ranks
+        self.smallest: dict[str, dict[str, Any]] = {}
         self.hook: RemovableHandle | None = None  # the hook of the embedding, for one call
 
     def before(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

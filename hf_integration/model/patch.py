@@ -65,13 +65,8 @@ from .forward import NO_MASK, Patch, before_base, before_head, before_stack, hoo
 from .losses import ExpertBalance, check_loss, has_loss
 from .weights import check_not_flattened
 
-OPTIONS = (
-    "dropout",
-    "scaling",
-    "sliding_window",
-    "softcap",
-    "s_aux",
-)  # optional arguments of attention; the first may be positional
+# optional arguments of attention; the first may be positional
+OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")
 
 
 def patch_attention(

@@ -44,9 +44,8 @@ class WholeSteps(BatchSamplerShard):
 
     def _of_group(self, group: int, drawn: Iterator[Any]) -> Iterator[Any]:
         shard: Any = BatchSamplerShard(self.batch_sampler, self.num_processes, group, even_batches=self.even_batches)
-        shard.batch_sampler = map(
-            list, drawn
-        )  # drawn once for all groups; copied, since the shard extends the last batch in place
+        # drawn once for all groups; copied, since the shard extends the last batch in place
+        shard.batch_sampler = map(list, drawn)
         return iter(shard)
 
 

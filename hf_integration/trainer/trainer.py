@@ -229,9 +229,8 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         microbatches, items = super().get_batch_samples(iter(microbatches), len(microbatches), device)
         if self._is_packed:
             microbatches = packs.in_last(microbatches, count)
-        return microbatches, None if items is None else items.clamp(
-            min=1
-        )  # without labels, gradients are 0 instead of 0/0
+        # without labels, gradients are 0 instead of 0/0
+        return microbatches, None if items is None else items.clamp(min=1)
 
     def _agree_on_batches(self, name: str, load: Callable[[], Iterator[Any]], labeled: bool = False) -> list[Any]:
         """Load batches, and check that all ranks have the same number and that the ranks of a sequence have the same

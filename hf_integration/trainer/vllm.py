@@ -63,9 +63,8 @@ class ServerOfGroups(Behind):
             action: The name of the action, for errors.
             join: Called if this rank's function has failed, to join the collective in which the other ranks wait.
         """
-        with together(
-            self._world, f"{action} vLLM's server", passing=(SeqParError,)
-        ):  # ranks have already agreed on a SeqParError
+        # ranks have already agreed on a SeqParError
+        with together(self._world, f"{action} vLLM's server", passing=(SeqParError,)):
             try:
                 return function()
             except SeqParError:
