@@ -162,9 +162,8 @@ class GatheredPast:
         skipped = 0 if self.known is None else max(0, self.known.shape[1] - 1)
         kv, gate = self._all(name, kv, gate, start=skipped * rate)
         self.windows = kv.shape[1] // rate
-        if (
-            not self.windows
-        ):  # a window of padding: later modules must run, since ZeRO-3 gathers parameters on all ranks
+        # a window of padding: later modules must run, since ZeRO-3 gathers parameters on all ranks
+        if not self.windows:
             kv, gate = (F.pad(x, (0, 0, 0, rate - x.shape[1])) for x in (kv, gate))
             return kv, gate, 0
         return kv[:, : self.windows * rate], gate[:, : self.windows * rate], skipped * rate

@@ -36,9 +36,8 @@ def rebound(function: Any, names: dict[str, Any], breaks: str) -> Any:
         closure = tuple(rebound_inside if cell.cell_contents is inside else cell for cell in closure or ())
         if rebound_inside not in closure:
             raise missing(f"{place} in the closure of its decorator", breaks)
-    code = (
-        function.__code__.replace()
-    )  # a new code object, since torch.compile caches entries of globals per code object
+    # a new code object, since torch.compile caches entries of globals per code object
+    code = function.__code__.replace()
     copied = types.FunctionType(code, scope, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return functools.update_wrapper(copied, function)

@@ -127,9 +127,8 @@ class Checker(Protocol):
     def forget(self, group: dist.ProcessGroup | None) -> None: ...
 
 
-checkers: weakref.WeakValueDictionary[int, Checker] = (
-    weakref.WeakValueDictionary()
-)  # keyed by the number of their groups
+# keyed by the number of their groups
+checkers: weakref.WeakValueDictionary[int, Checker] = weakref.WeakValueDictionary()
 
 
 class Entry(NamedTuple):

@@ -155,9 +155,8 @@ class Calls(Guard):
         The name counts back from the last call. Ranks may have made different numbers of calls after a failure, but
         equal steps must still have equal names.
         """
-        of = (
-            f" of SequenceParallel {self.of[0]}" if self.of[0] > 1 else ""
-        )  # most programs have a single SequenceParallel
+        # most programs have a single SequenceParallel
+        of = f" of SequenceParallel {self.of[0]}" if self.of[0] > 1 else ""
         last = "the last call" if call.number == self.count else f"the last call but {self.count - call.number}"
         return f"{call.what}{of}, {last}"
 

@@ -54,9 +54,8 @@ def gloo_meets_hosts() -> Iterator[None]:
             del os.environ[GLOO]
 
 
-_found: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = (
-    weakref.WeakKeyDictionary()
-)  # interface by world group
+# interface by world group
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = weakref.WeakKeyDictionary()
 
 
 def _interface(store: dist.Store, ranks: int) -> str | None:

@@ -397,9 +397,8 @@ class _StepMemory:
     def fused_head(self) -> list[Moment]:
         m = self.model
         held = {**self.layers(m.layers), "gathered": self.gathered(m.embedding)}
-        end = (
-            self.norm + self.residual + self.hidden * self.step.objective.triton
-        )  # Triton's head copies the tokens that count
+        # Triton's head copies the tokens that count
+        end = self.norm + self.residual + self.hidden * self.step.objective.triton
         width = self.rows * m.hidden
         grads, fp32 = m.embedding * 4, width * 4  # gradients of the head and of hidden states
         cast = self.size if self.fp32_copy else 0
@@ -470,9 +469,8 @@ class _StepMemory:
         gathered = self.gathered(m.layer_parameters, matrices) + prefetched
         tower_parameters = m.tower.layers.parameters if m.tower else 0
         done = m.parameters - tower_parameters - m.embedding - index * m.layer_parameters
-        tied = (
-            m.embedding * self.size if m.tied else 0
-        )  # the head's gradient is kept until the embedding's gradient exists
+        # the head's gradient is kept until the embedding's gradient exists
+        tied = m.embedding * self.size if m.tied else 0
         place = f"layer {index}"
         tiles = self.mlp_tiles()
         whole = self.hidden + self.residual + 2 * self.norm

@@ -100,9 +100,8 @@ class Model:
     parameters: int  # parameters of the whole model, with tied parameters counted once
     layer_parameters: int  # parameters of one layer
     tied: bool = False  # whether the head and the embedding share weights
-    norms_heads: bool = (
-        False  # whether q and k have norms over all heads, so that head chunks cannot run their own projections
-    )
+    # whether q and k have norms over all heads, so that head chunks cannot run their own projections
+    norms_heads: bool = False
     states: StateLayers | None = None
     attention_layers: int | None = None  # number of layers that attend; None: all layers
     mlp_layers: int | None = None  # number of layers with an MLP; None: all layers
@@ -256,9 +255,8 @@ class Job:
     window: int | None = None  # sliding window of attention in tokens, the same in all layers
     batch: int | None = None  # number of examples that a group of ranks trains at once
     steps: int | None = None  # number of micro-batches in an optimizer step
-    sequences: int | None = (
-        None  # sequences in an optimizer step; None: any number, with each sequence shared by all ranks
-    )
+    # sequences in an optimizer step; None: any number, with each sequence shared by all ranks
+    sequences: int | None = None
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=Zero)
     optimizer_states: int = 2  # see `TrainingStep`

@@ -180,9 +180,8 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
         small = new_model(type(model), config)
         for name, parameter in small.named_parameters():
             spread, wanted = float(parameter.std(correction=0)), 0.25 * (1, *parameter.shape)[-1] ** -0.5
-            if (
-                parameter.dim() < 2 or spread == 0
-            ):  # norms, biases, sinks, gates: values of 0 or 1 would hide their effect
+            # norms, biases, sinks, gates: values of 0 or 1 would hide their effect
+            if parameter.dim() < 2 or spread == 0:
                 parameter.add_(0.1 * torch.randn_like(parameter))
                 # heads as wide as the model's, with unscaled scores, would amplify rounding
                 parameter.mul_(0.25 if name.endswith("q_norm.weight") else 1)

@@ -18,9 +18,8 @@ from torch import Tensor
 from ds_seqpar.base.compat import tree_leaves
 from ds_seqpar.base.errors import InputError
 
-ROUNDING = (
-    2e-6  # in fp32, relative to the largest feature; images that attend to one another may differ only slightly more
-)
+# in fp32, relative to the largest feature; images that attend to one another may differ only slightly more
+ROUNDING = 2e-6
 GRID, TILE, PICTURE = "grid", "tile", "picture"
 # how a result field is joined: concatenated tensors, lists with elements per image, lists whose elements are each
 # joined in one of these ways, and values that are the same in all shares

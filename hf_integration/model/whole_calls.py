@@ -309,9 +309,8 @@ def _whole(sp: SequenceParallel, context: ForwardContext, labeled: bool, shifted
         whole: Tensor = whole_of(x, spec)
         if (cached := context.cached) is not None:
             columns = cached.logits if name == "logits" else None
-            if (
-                columns is not None
-            ):  # logits for generate must be gathered now: a streamer may read tokens on one rank alone
+            # logits for generate must be gathered now: a streamer may read tokens on one rank alone
+            if columns is not None:
                 whole = plain(whole)
             whole = cached.with_padding(whole, columns)
         if context.shared is not None:

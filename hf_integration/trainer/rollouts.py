@@ -250,9 +250,8 @@ class Rollouts(Behind):
             return {name: x[rows] for name, x in fields.items() if name not in MEDIA}
         counts: dict[str, Any] = {"num_images": [len(of_row or ()) for of_row in images]}
         tiles, pictures = sum(counts["num_images"]), fields["pixel_values"]
-        if (
-            pictures.dim() == 4 and len(pictures) != tiles
-        ):  # for InternVL, only the image processor returns the tile counts
+        # for InternVL, only the image processor returns the tile counts
+        if pictures.dim() == 4 and len(pictures) != tiles:
             found = self.processing_class.image_processor(images=images, crop_to_patches=True, return_tensors="pt")
             counts["num_tiles"] = [int(x.sum()) for x in found["num_patches"].split(counts["num_images"])]
         split, join = compat.cuts_of_rows()

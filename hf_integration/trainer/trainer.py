@@ -349,9 +349,8 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
             super()._save(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if (
-            self._unfinished is None
-        ):  # otherwise `_save_checkpoint` calls this method again when the folder has its final name
+        # otherwise `_save_checkpoint` calls this method again when the folder has its final name
+        if self._unfinished is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
 
