@@ -204,8 +204,8 @@ class CudaKernel:
     def gradients(
         self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call the operator's backward function with tensors as in `attend` and a contiguous lse. Return (dq,
-        dk, dv).
+        """Call the operator's backward function, with the arguments of `attend` and a contiguous lse. Return (dq, dk,
+        dv).
         """
         raise NotImplementedError
 
