@@ -26,12 +26,7 @@ from ..planning import job_of
 from . import options
 from .launched import launched
 
-OF_SEVERAL_RANKS = (
-    "size",
-    "ulysses",
-    "rank_order",
-    *schedules.settings(),
-)  # need several processes
+OF_SEVERAL_RANKS = ("size", "ulysses", "rank_order", *schedules.settings())  # require several processes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,10 +37,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         Told: A rank cannot read the configuration or the model. Raised on all ranks.
     """
-    with (
-        contextlib.redirect_stdout(sys.stderr),
-        launched("doctor", alone=True) as is_first,
-    ):  # also DeepSpeed's
+    with contextlib.redirect_stdout(sys.stderr), launched("doctor", alone=True) as is_first:  # DeepSpeed's lines too
         config, job, planned, error = None, dict[str, Any](), None, None
         try:
             content = options.content_of(args)

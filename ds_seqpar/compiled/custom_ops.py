@@ -131,9 +131,7 @@ def _save(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
     *_, head_chunks, saves, operator, v_dim = ctx.numbers
     what = Scores(1.0), head_chunks, SavedForBackward(saves), lse, OPERATORS[operator], v_dim
     ctx.alive, ctx.shapes = objects_of(*ctx.numbers[:3]), [size for x in tensors for size in x.shape]
-    eager.save(
-        ctx, tensors, sinks, output, CallSettings(FULL, None, *what)
-    )  # FULL is a placeholder: the mask is not read
+    eager.save(ctx, tensors, sinks, output, CallSettings(FULL, None, *what))  # FULL, since the mask is not read
 
 
 def _gradients(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:

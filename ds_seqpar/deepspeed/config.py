@@ -225,11 +225,7 @@ class DeepSpeedJson:
 
     def check_auto(self) -> None:
         """Raise ConfigError for each "auto" that only the HuggingFace Trainer replaces and DeepSpeed would ignore."""
-        passed = (
-            "zero_optimization.",
-            "bf16.keep_in_fp32",
-            "fp16.keep_in_fp32",
-        )  # "auto" is DeepSpeed's default
+        passed = "zero_optimization.", "bf16.keep_in_fp32", "fp16.keep_in_fp32"  # for DeepSpeed "auto" is the default
         keys = [key for key in autos(self.content) if key in (*OBJECTS, *DECISIVE) or not key.startswith(passed)]
         if keys:
             raise ConfigError(

@@ -25,10 +25,7 @@ from ...base import compat
 from ...base.errors import ConfigError, SeqParError
 from ...guards.agreement import assert_ranks_agree
 
-UNFINISHED, FORMER = (
-    ".unfinished",
-    ".former",
-)  # folders for new and replaced checkpoints during a save
+UNFINISHED, FORMER = ".unfinished", ".former"  # folders for new and replaced checkpoints during a save
 RANK = re.compile(r"(?:pp_rank|rng_state|parallel_rank)_(\d+)")  # matches the names of files that belong to one rank
 ARCHIVES = (".pt", ".pth")
 TRIAL = 1 << 20  # bytes of a test write that reveals why earlier writes failed
