@@ -22,7 +22,7 @@ def order(count: int, turn: int) -> list[int]:
 
 
 def slowest(seconds: float, device: str = "cpu") -> float:
-    """Return the maximum over all ranks. Collective."""
+    """Return the maximum of a time over all ranks. Collective."""
     found = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.item()

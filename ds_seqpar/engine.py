@@ -78,8 +78,8 @@ def initialize(
         config: The path or dict of a DeepSpeed JSON with a `"sequence_parallel"` section; default:
             `args.deepspeed_config`. `train_batch_size` counts sequences.
         args: The arguments of a script started by DeepSpeed's launcher.
-        sequence_parallel: The SequenceParallel to train with; default: the one of a patched model, or a new one with
-            the section's settings.
+        sequence_parallel: The SequenceParallel to train with; default: the SequenceParallel of a patched model, or a
+            new one with the section's settings.
         check_loss: Whether to check the loss, at the latest in the first forward pass with labels. A causal language
             model of transformers must return the sum of token losses on shift_labels, divided by num_items_in_batch.
             Pass False if the loss differs intentionally.
@@ -96,7 +96,7 @@ def initialize(
 
     Raises:
         ConfigError: The job would compute wrong gradients or cannot run. Reasons are unsupported arguments, pipeline
-            modules, JSON keys in `config.deepspeed_json.REFUSED`, any configuration that DeepSpeed refuses, and
+            modules, JSON keys in `ds_seqpar.deepspeed.config.REFUSED`, any configuration that DeepSpeed refuses, and
             problems found by the doctor.
 
     Examples:
@@ -130,7 +130,7 @@ def initialize(
 def _shared_model(
     model: torch.nn.Module, json: DeepSpeedJson, sp: SequenceParallel | None, given: dict, error: ConfigError | None
 ) -> SequenceParallel:
-    """Agree with all ranks on the model to train, and set it up to share sequences."""
+    """Agree with all ranks on the model to train, and set the model up to share sequences."""
     compare = functools.partial(assert_same_training, json=json, given=given, model=model, call="initialize")
     return prepare_model(model, {} if error else json.section, sp, error, lambda: job_of(json), compare)
 
@@ -238,7 +238,7 @@ def deepspeed_config(config: Config, sp: SequenceParallel) -> dict[str, Any]:
 
 
 def _read_config(config: Config | None, args: argparse.Namespace | None, kwargs: dict[str, Any]) -> DeepSpeedJson:
-    """Read the DeepSpeed configuration from the one argument that contains it."""
+    """Read the DeepSpeed configuration from the only argument that contains one."""
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -333,8 +333,7 @@ def prepare_model(
         given: A SequenceParallel that the caller constructed.
         error: An error of this rank; all ranks raise it.
         job: Returns the planner's inputs except the model; called if the section requests a plan.
-        compare: Compares other inputs of the ranks over the process group that it receives, before other groups are
-            created.
+        compare: Compares the ranks' other inputs over a given process group, before other groups are created.
 
     Raises:
         ConfigError: The model cannot be patched on one rank, or the section's settings differ from those of `given` or

@@ -53,14 +53,14 @@ class ModelPatcher(Protocol):
         """Compute `SequenceParallel.log_probs`."""
 
     def check_function(self, model: Any, sp: Any) -> None:
-        """Raise on every rank if the model computes a wrong loss. Called before DeepSpeed receives the model."""
+        """Raise on every rank if the model computes a wrong loss, before DeepSpeed receives the model."""
 
     def check_engine(self, engine: Any, sp: Any) -> None:
-        """Check, in an engine's first forward pass, the loss and that the model calls sp.attention."""
+        """Check an engine's first forward pass: the loss must be right, and the model must call sp.attention."""
 
 
 class Packing(Protocol):
-    """The parts of a model's interface that packs use."""
+    """Model-specific functions that packs use."""
 
     def job_of(self, job: Job) -> Job:
         """Return the job, completed with the model's sizes. Raise ConfigError if the model's loss is not a sum over
@@ -78,9 +78,7 @@ class Packing(Protocol):
 
 
 def patcher_of_class(model: nn.Module) -> ModelPatcher | None:
-    """Return the package for models of this class, even if the package does not support the model family; None if no
-    package exists.
-    """
+    """Return the package for models of this class, or None. The package may not support the model's family."""
     bases = [base.__name__ for base in type(unwrapped(model)).__mro__]
     return next((imported(package) for base, package in PACKAGES.items() if base in bases), None)
 
@@ -111,7 +109,7 @@ def numbers_of(place: str) -> Model:
 
 
 def random_model(place: str) -> Any:
-    """Return a randomly initialized model for a config that `numbers_of` accepts. Raises the same errors."""
+    """Return a randomly initialized model for a config that `numbers_of` accepts. Raises the errors of `numbers_of`."""
     return imported(f"{PACKAGES['PreTrainedModel']}.look.sizes").random_model(place)
 
 

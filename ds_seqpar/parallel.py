@@ -56,12 +56,13 @@ class SequenceParallel:
     """Sequence parallelism over groups of `config.size` ranks.
 
     Construct a SequenceParallel on every rank after init_process_group(). `initialize`, `share_sequences` and the
-    Trainer construct it themselves. Used as a context manager, a SequenceParallel is closed on exit.
+    Trainer construct one internally. Used as a context manager, a SequenceParallel is closed on exit.
 
     Args:
         config: The settings; default: `SequenceParallelConfig()`.
         heads: The model's (query heads, key/value heads), required to resolve `ulysses="auto"`.
-        job: The training job that the planner uses to choose settings. `initialize` and the Trainer pass it themselves.
+        job: The training job that the planner uses to choose settings. `initialize` and the Trainer pass the job
+            themselves.
         error: The error that left this rank without a config; all ranks raise it.
 
     Raises:
@@ -204,8 +205,8 @@ class SequenceParallel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute exact attention over the whole sequence; each rank passes its local tokens.
 
-        Gradients can be taken once, without double backward. Collective over the ranks that share the sequence,
-        including the backward pass.
+        Double backward is not supported. Collective over the ranks that share the sequence, including the backward
+        pass.
 
         Args:
             q: Queries (batch, local_seq, heads, head_dim), of the dtype of k and v.
@@ -496,8 +497,9 @@ class SequenceParallel:
         the world.
 
         Args:
-            loader: The loader of a plain run on one rank, with the same data set, sampler, seed and collator. Each of
-                its batches must contain all samples of an optimizer step. The collator receives one sample at a time.
+            loader: The loader of a plain run on one rank, with the same data set, sampler, seed and collator. Each
+                batch of the loader must contain all samples of an optimizer step. The collator receives one sample at a
+                time.
             read_once: Same as in `loader`.
 
         Returns:
@@ -544,7 +546,7 @@ class SequenceParallel:
         Returns:
             The log-probabilities (rows, tokens - 1) in fp32 (fp64 for fp64 models), complete and differentiable on
             every rank; 0 for ignored labels. With `return_entropy`, a tuple of the log-probabilities and the entropies,
-            both in this form.
+            both of this shape.
 
         Raises:
             ConfigError, InputError, DisagreementError: The model is not patched, or a batch is invalid or differs
@@ -587,7 +589,7 @@ class SequenceParallel:
         Args:
             losses: One or more losses, each a floating-point tensor with one element.
             differentiable: Whether to return a 0-dim tensor that supports `backward`, with the dtype and device of the
-                losses. Its gradients are those of the mean of this rank's `losses`, since DeepSpeed and DDP average
+                losses. The gradients equal those of the mean of this rank's `losses`, since DeepSpeed and DDP average
                 gradients over ranks.
 
         Raises:
@@ -614,7 +616,7 @@ def _is_differentiated(*inputs: object) -> bool:
 
 
 def _this_device() -> tuple[torch.device, ConfigError | None]:
-    """Return (this rank's device, made current; the error to raise on all ranks, or None)."""
+    """Make this rank's device current. Return (device, error to raise on all ranks or None)."""
     try:
         return devices.bind_device(groups.all_ranks()) or torch.device("cpu"), None
     except ConfigError as reason:
@@ -631,7 +633,7 @@ def _agreed(
 ) -> SequenceParallelConfig:
     """Return the configuration with every "auto" resolved except the kernel's.
 
-    If the settings are invalid on one rank, or `error` is not None there, all ranks raise. If the settings request a
+    All ranks raise an error if the settings are invalid, or `error` is set, on one rank. If the settings request a
     plan, each rank computes the plan, and rank 0 logs it.
     """
     with together(world, UNREADABLE, CONFIGURATION, error=error, call=MAKING, advice=of_kernels) as agreed:

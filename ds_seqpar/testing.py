@@ -276,7 +276,7 @@ class _Ranks:
         return [walk.call.results() for walk in walks]
 
     def shard(self, side: str, x: Tensor) -> list[Tensor]:
-        """Return each rank's tokens of a side. If `side` is empty, every rank receives the whole tensor."""
+        """Return each rank's tokens of a side ("q" or "kv"). If `side` is empty, ranks receive the whole tensor."""
         return [x[:, positions] for positions in self.positions[side]] if side else [x] * len(self.runtimes)
 
     def unshard(self, side: str, shards: list[Tensor], seq: int) -> Tensor:
@@ -290,7 +290,7 @@ class _Ranks:
 
 
 def _advance(walk: Walk) -> bool:
-    """Execute instructions until a message is missing or the program ends. Return whether any was executed."""
+    """Execute instructions until a message is missing or the program ends. Return whether the walk advanced."""
     start = walk.at
     while walk.at < len(walk.program.code):
         instruction = walk.program.code[walk.at]

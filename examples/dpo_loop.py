@@ -1,4 +1,5 @@
-"""DPO without trl, in a custom loop whose ranks share sequences. Up to rounding, 1 rank and 2 ranks print the same:
+"""DPO without trl, in a custom loop whose ranks share sequences. Up to rounding, the output is the same on 1 or 2
+ranks:
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/dpo_loop.py --size 2
 

@@ -1,4 +1,4 @@
-"""Train a reward model in a custom loop whose ranks share sequences. 1 rank and 2 ranks print the same numbers:
+"""Train a reward model in a custom loop whose ranks share sequences. The output is the same on 1 or 2 ranks:
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/reward_loop.py --size 2
 

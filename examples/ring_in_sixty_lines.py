@@ -6,7 +6,7 @@ Each rank holds the queries, keys and values of its own tokens, and all ranks at
 in place, while keys and values travel around the ring. In each step, a rank computes attention to the current block,
 sends the block to the next rank in the meantime, and merges the result into its own. After `size` steps, every query
 has been combined with every key, and no rank has ever stored more than two remote blocks. The script compares the
-result with attention on one device, and prints the errors.
+result with attention on one device, and prints the maximum error.
 """
 
 from __future__ import annotations

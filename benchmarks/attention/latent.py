@@ -1,10 +1,10 @@
-"""Print the traffic and memory of latent attention, computed from its programs: a table in docs/benchmarks.md.
+"""Print a table of latent attention's traffic and memory, computed from its programs (docs/benchmarks.md).
 
     python -m benchmarks.attention.latent
     python -m benchmarks.attention.latent --size 16 --tokens 131072
 
 Rows are models and numbers of Ulysses ranks. The columns compare sending expanded keys and values with sending the
-latent: MiB received by the busiest rank in forward and backward of one layer, and their ratio; MiB saved by forward;
+latent. They list the MiB received by the busiest rank in forward and backward of one layer, the MiB saved by forward,
 and the peak MiB of backward. The setup is a ring in bf16 with a causal mask and one sequence.
 """
 

@@ -39,7 +39,7 @@ def made(spec: Spec, seq: int, heads: tuple[int, int], causal: bool = True) -> A
     """Create a contender over all ranks. `heads` is (query heads, key/value heads).
 
     Raises:
-        ValueError: The contender cannot run here. Raised on all ranks.
+        ValueError: The contender does not support these settings. Raised on all ranks.
     """
     if spec.peer:
         return deepspeed_ulysses(spec, seq, heads, causal)
@@ -71,7 +71,8 @@ def deepspeed_ulysses(spec: Spec, seq: int, heads: tuple[int, int], causal: bool
 def of_cache(spec: Spec, its: Attention, step: str, seq: int, kept: int) -> tuple[Attend, Tensor, Tensor]:
     """Return (attend, positions of this rank's new tokens, positions of its cached tokens) for attention to a cache.
 
-    Each rank has equal consecutive parts of both. In decoding, all ranks have the single new token.
+    Each rank has equal, consecutive parts of the new and the cached tokens. In decoding, all ranks have the single new
+    token.
     """
     if its.sp is None:
         raise ValueError(f"attention to a cache is ours alone; got {spec.name}")

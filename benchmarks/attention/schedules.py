@@ -1,4 +1,4 @@
-"""Print the bytes that each schedule receives, computed from plans: tables in docs/benchmarks.md.
+"""Print tables of the bytes that ranks receive with each schedule, computed from plans (docs/benchmarks.md).
 
     python -m benchmarks.attention.schedules                    # 16 and 64 ranks
     python -m benchmarks.attention.schedules --causal 6 28 120  # the triangle, the best mesh, a ring, the floor
@@ -10,10 +10,11 @@ of ranks are omitted.
 
 With --causal, each schedule uses the shape and the moving side with the fewest received bytes. The number of the
 triangle's strips is given in parentheses if greater than one. The floor is derived as follows. Suppose that a rank
-processes x query rows and y k/v rows, in units of its own n tokens. It computes at most x y n^2 pairs, minus the half
-of its own n^2 pairs that the mask hides. With A ranks, its share of the pairs is A n^2 / 2. Therefore, x y >= (A + 1) /
+processes x query rows and y k/v rows, in units of its own n tokens. The rank computes at most x y n^2 pairs, minus the
+half of its own n^2 pairs that the mask hides. With A ranks, the rank's share of all pairs is A n^2 / 2. Therefore, x y
+>= (A + 1) /
 2. Each remote query row is received, and its partial result is received by some rank; the same holds for k/v rows, with
-gradients in backward. No schedule with equal shares of work has a lower mean over ranks.
+gradients in backward. No schedule with equal shares of work receives less on average.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def shape_for(heads: tuple[int, int], travel: str) -> Shape:
 def block_bytes(shape: Shape, direction: str, shards: Shards) -> dict[str, int]:
     """Return the bytes of one block of each kind, for even shards.
 
-    The sizes are arguments of `Plan.received` and `Costs`. A rank may have several blocks, which are sent separately.
+    `Plan.received` and `Costs` accept the returned sizes. A rank may have several blocks, which are sent separately.
     """
     sizes = shape.bytes_per_token(direction)
     return {kind: size * shards.tokens(side_of(kind), (0,)) for kind, size in sizes.items()}
@@ -120,7 +121,7 @@ def least(name: str, ranks: int, direction: str, shape: Shape) -> tuple[float, S
 
 
 def floor(ranks: int, direction: str, shape: Shape) -> float:
-    """Return the minimum of the units that ranks receive on average."""
+    """Return the lower bound on the units that ranks receive on average."""
     costs, sizes = {"q": 0.0, "kv": 0.0}, shape.bytes_per_token(direction)
     for kind in ("q", "kv", *ACCUMULATORS[direction]):
         costs[side_of(kind)] += sizes[kind] / shape.bytes_per_token("forward")["q"]

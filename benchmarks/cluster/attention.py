@@ -6,8 +6,8 @@
         ring+rotate_forward=kv
 
 A node is a network namespace with a link of the given rate in each direction (`cluster.net`), which requires root and
-iproute2. Ranks of one node communicate over loopback, so --nodes 1 has no such requirements. All contenders
-(`benchmarks.contenders`) take turns in the same processes, on the same inputs in the contender's own layout. Each
+iproute2. Ranks of one node communicate over loopback, so --nodes 1 requires neither root nor iproute2. All contenders
+(`benchmarks.contenders`) take turns in the same processes. They receive the same inputs, each in its own layout. Each
 contender is first compared with dense attention. Times start when all ranks begin, and end when the slowest rank is
 done.
 
@@ -23,8 +23,8 @@ Columns of the table:
 
 - MB out, MB in: bytes at the network interface of the busiest node in one call, including headers and acknowledgements.
 - plan MB: planned bytes of the busiest node in its busier direction, if the call has a plan.
-- measured / plan: ratio for the node with the greatest deviation, over both directions.
-- share of link: the time to send these bytes at the link's rate, divided by the time of the call.
+- measured / plan: measured bytes divided by planned bytes, for the node with the greatest deviation.
+- share of link: the time to send the measured bytes at the link's rate, divided by the time of the call.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def results(args: argparse.Namespace, attend: peers.Attend, *inputs: Tensor) -> 
 
 @dataclasses.dataclass
 class Step:
-    """A call whose results belong to this rank's tokens, at `positions` of the whole results."""
+    """A call that returns the results of this rank's tokens, which are at `positions` of the sequence."""
 
     run: Callable[[], list[Tensor]]
     positions: Tensor
@@ -175,7 +175,10 @@ class Step:
 
 
 def build(spec: Spec, args: argparse.Namespace, folder: str) -> str | None:
-    """Create the next step. Return None, or the reason why the contender cannot run, before anything is sent."""
+    """Create the next step of a contender. Return None, or the reason why the contender cannot run.
+
+    The reason is determined before any communication.
+    """
     whole = torch.load(Path(folder, "tensors"), mmap=True)
     try:
         found = peers.made(spec, args.seq, (args.heads, args.kv_heads), args.causal)
@@ -211,7 +214,7 @@ def title(args: argparse.Namespace) -> str:
 
 
 def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    """Format the rows as Markdown. Contenders that cannot run follow below with their reasons."""
+    """Format the rows as Markdown. Below the table, list contenders that cannot run, with reasons."""
     able, lines = [row for row in rows if row.get("seconds")], []
     for row in able:
         seconds, most = row["seconds"], max(*row["out"], *row["in"])
@@ -226,8 +229,7 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
 def plan_ratio(row: dict[str, Any]) -> float | None:
     """Return measured bytes divided by planned bytes, for the node with the greatest deviation.
 
-    Both directions are added up, because a node acknowledges what it receives, which matters if the plan sends almost
-    nothing in one direction.
+    Both directions are added up, since acknowledgements dominate if a node sends almost nothing else.
     """
     if row["plan"] is None:
         return None

@@ -207,7 +207,10 @@ class Step:
 
 
 def build(spec: Spec, args: argparse.Namespace, folder: str) -> str | None:
-    """Create the next step. Return None, or the reason why the contender cannot run, before anything is sent."""
+    """Create the next step of a contender. Return None, or the reason why the contender cannot run.
+
+    The reason is determined before any communication.
+    """
     try:
         config = SequenceParallelConfig.from_dict({"size": dist.get_world_size(), **spec.section})
         sp = SequenceParallel(config, heads=(args.heads, args.heads))
@@ -256,7 +259,7 @@ def title(args: argparse.Namespace) -> str:
 
 
 def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    """Format the rows as Markdown. Contenders that cannot run follow below with their reasons."""
+    """Format the rows as Markdown. Below the table, list contenders that cannot run, with reasons."""
     able, lines = [row for row in rows if row.get("seconds")], []
     for row in able:
         median, first = statistics.median(row["seconds"]), statistics.median(able[0]["seconds"])

@@ -39,7 +39,7 @@ class NetworkError(RuntimeError):
 
 
 def refusal() -> str | None:
-    """Return a sentence about what this machine lacks, or None if a cluster can be created."""
+    """Return a message about missing requirements, or None if a cluster can be created."""
     lacking = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if lacking:
         return f"a cluster in a box needs iproute2; {' and '.join(lacking)} cannot be found, install it"

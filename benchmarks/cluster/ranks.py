@@ -1,4 +1,4 @@
-"""Ranks of a simulated cluster: starting them, sending them commands, and their side of the commands.
+"""Start the ranks of a simulated cluster, send them commands, and execute the commands on ranks.
 
 None of this control traffic uses the links: ranks find one another through a file, and receive commands by pipes.
 """
@@ -30,7 +30,7 @@ STEPS: list[Callable[[], Any]] = []  # on a rank: the steps that it can be told 
 
 
 class Turn(NamedTuple):
-    """A step of all ranks.
+    """The outcome of a step on all ranks.
 
     Attributes:
         seconds: The time until the slowest rank was done.
@@ -47,7 +47,7 @@ def options(parser: argparse.ArgumentParser, *, nodes: int, per_node: int) -> No
 
 
 def link(text: str) -> str:
-    """Check an option for a link's rate, as an argument type."""
+    """Validate a link's rate, as the type of a command-line option."""
     try:
         net.rate_of(text)
     except ValueError as reason:

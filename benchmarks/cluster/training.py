@@ -11,12 +11,12 @@ start when all ranks begin a step, and end when the slowest rank is done. --chec
 
 Columns of the table:
 
-- tokens/s: from the median time of all steps at this rate; the spread is from the slowest to the fastest step.
+- tokens/s: median of all steps at this rate; the spread ranges from the slowest to the fastest step.
 - MB out, MB in: bytes at the network interface of the busiest node in one step, including headers.
-- ZeRO's MB: the part for parameters and their gradients, measured with the same model and as many tokens per rank, but
-  without attention between ranks.
-- attention's MB: the remaining bytes.
-- plan MB: the planned bytes of all layers, without the repeated forward of a checkpoint.
+- ZeRO's MB: bytes for parameters and gradients, measured with the same model and as many tokens per rank, but without
+  attention between ranks.
+- attention's MB: bytes of a step minus ZeRO's bytes.
+- plan MB: planned bytes for the attention of all layers, without the repeated forward of a checkpoint.
 - share of link: the time of the busier direction at the link's rate, divided by the time of the step.
 """
 
@@ -139,7 +139,7 @@ def build(model: made.Model, kind: str, options: dict[str, Any], seq: int) -> No
 
 
 def planned(spec: Spec, bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the planned bytes of the busiest node in its busier direction, as `plan`.
+    """Return {"plan": planned bytes of the busiest node in its busier direction}.
 
     The bytes cover the attention of all layers, forward and backward once each. If no plan exists, return the reason as
     `cannot`.
@@ -164,7 +164,7 @@ def title(args: argparse.Namespace, rate: str) -> str:
 
 
 def table(rows: list[dict[str, Any]], args: argparse.Namespace, rate: str) -> str:
-    """Format the rows at one rate as Markdown. Contenders that cannot run follow below with their reasons."""
+    """Format the rows at one rate as Markdown. Below the table, list contenders that cannot run, with reasons."""
     able, lines = [row for row in rows if "cannot" not in row], []
     for row in able:
         seconds, first = row["seconds"][rate], statistics.median(able[0]["seconds"][rate])

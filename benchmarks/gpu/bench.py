@@ -66,7 +66,7 @@ class Sizes:
 
     @property
     def tolerance(self) -> float:
-        """Maximum difference between two kernels, as max|a - b| / max|b|."""
+        """Maximum allowed difference between two kernels, as max|a - b| / max|b|."""
         return 2e-2 if self.dtype == torch.bfloat16 else 1e-4
 
 
@@ -110,9 +110,7 @@ class Bench:
         return self.until - time.perf_counter()
 
     def has_time(self, what: str, seconds: float = 0.0, share: float = 1.0) -> bool:
-        """Return whether a measurement fits the remaining time and a share of the section's time; otherwise, report
-        that.
-        """
+        """Return whether a measurement fits the remaining time and a share of the section's time. If not, report it."""
         fits = seconds <= min(self.left, share * self.seconds)
         if not fits:
             self.leave_out(what, f"no time, it would take about {seconds:.1f} s" if seconds else "no time")

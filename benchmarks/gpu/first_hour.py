@@ -44,7 +44,7 @@ TAIL = 6000  # characters of a failed part's output to keep
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A command that runs during the hour.
+    """One part of the hour: a command with a share of the time.
 
     Args:
         weight: The share of time.
@@ -60,7 +60,7 @@ class Part:
 
 
 def parts(stand_in: bool, memory: int) -> list[Part]:
-    """Return the parts of the hour. `memory` is the number of bytes of a device."""
+    """Return the commands to run during the hour. `memory` is the number of bytes of a device."""
     more = " --stand-in" * stand_in
     one = f"python -m benchmarks.gpu{more} --out {{folder}} --seconds {{seconds}}"
     # a stand-in runs the tests that CPUs support; the timeout keeps a hanging test from blocking the others
@@ -77,7 +77,7 @@ def parts(stand_in: bool, memory: int) -> list[Part]:
 
 
 def unmet() -> str | None:
-    """Return what this machine lacks for GPUs, with the command to run, or None."""
+    """Return the missing requirement for GPUs with its remedy, or None."""
     include = Path(sysconfig.get_paths()["include"], "Python.h")
     python, torch_version = f"{sys.version_info.major}.{sys.version_info.minor}", torch.__version__.partition("+")[0]
     drivers = ", ".join(dict.fromkeys(smi("driver_version")))

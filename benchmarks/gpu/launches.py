@@ -3,10 +3,10 @@
     python -m benchmarks.gpu.launches         # prints the table
     python -m benchmarks.gpu.launches --docs  # keeps it in launches.json and writes it into docs/benchmarks.md
 
-One rank of several runs forward and backward of a layer alone, in bf16. The default is 32 query heads and 8 key/value
-heads of size 128. No data arrives, and fake tensors have no values that could be wrong. The second layer is counted,
-since the first layer creates tensors that all layers of a layout share. An operation counts as one kernel, even if a
-library launches several. Operations that only allocate or create views are not counted as kernels.
+A single rank of a larger group runs forward and backward of a layer, in bf16. The default is 32 query heads and 8
+key/value heads of size 128. No data arrives, and fake tensors have no values that could be wrong. The second layer is
+counted, since the first layer creates tensors that all layers of a layout share. An operation counts as one kernel,
+even if a library launches several. Operations that only allocate or create views are not counted as kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A setting to count. `mask` maps a sequence length to a mask; `saves` selects what forward saves for backward."""
+    """A setting whose operations are counted. `mask` maps a sequence length to a mask; `saves` selects what forward
+    saves for backward.
+    """
 
     section: dict[str, Any]
     heads: tuple[int, int] = HEADS

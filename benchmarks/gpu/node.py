@@ -3,12 +3,12 @@
     python -m benchmarks.gpu.node                       # all GPUs; it starts the ranks itself
     python -m benchmarks.gpu.node --stand-in --ranks 2  # small sizes on CPU ranks, only to test the script
 
-Output has the same form as that of `python -m benchmarks.gpu`. The parts are:
+The output has the same form as the output of `python -m benchmarks.gpu`. The parts are:
 
 - Links: the bus bandwidth of each operation, as defined by nccl-tests.
 - Attention: contenders take turns, and each of ours also runs its programs without transfers.
-- Steps: a LLaMA under ZeRO-3. Our contenders and DeepSpeed's Ulysses with its recipe for long sequences run twice, in
-  turns and in separate processes. Losses and gradient norms must agree.
+- Steps: training steps of a LLaMA under ZeRO-3. Our contenders and DeepSpeed's Ulysses with its recipe for long
+  sequences run twice, in turns and in separate processes. Losses and gradient norms must agree.
 - Long sequences: the longest sequence that fits, as in `benchmarks.gpu`, on 1, 2, 4 and 8 ranks.
 
 A part that fails or takes longer than --timeout is reported, and the remaining parts continue.
@@ -170,7 +170,7 @@ def alone(sp: SequenceParallel, local: list[Tensor]) -> None:
 
 
 def training(bench: Bench, spec: Spec) -> None:
-    """Measure training steps of one contender, and note losses and norms."""
+    """Measure training steps of one contender, and record losses and norms."""
     from benchmarks.memory import ranks
 
     on_cpu, kind = bench.device == "cpu", spec.peer or "ours"

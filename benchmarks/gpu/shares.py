@@ -1,5 +1,4 @@
-"""Measure one rank's share of attention on a single device; and the section "ranks", which compares it with a dense
-call.
+"""Measure one rank's share of attention on a single device, and compare the share with a dense call.
 
 Programs, executor, kernels, merging and packing are those of a real rank. Received data is copied from noise in the
 device's memory, so that the time includes no communication.
@@ -70,7 +69,10 @@ class Alone(testing._VirtualComm):
 
 
 class Share:
-    """The calls of one of `ranks` ranks that share `tokens` tokens. `given` are the rank's local q, k, v and do."""
+    """The attention calls of a single rank in a group of `ranks` ranks.
+
+    The group shares `tokens` tokens; `given` are the rank's local q, k, v and do.
+    """
 
     def __init__(
         self, section: dict[str, Any], ranks: int, rank: int, tokens: int, mask: Mask, given: Sequence[Tensor]
@@ -122,7 +124,7 @@ def ranks(bench: Bench) -> None:
 
 
 def _compared(bench: Bench, name: str, count: int, tokens: int, whole: Bare, clock: Any) -> None:
-    """Note the time of the slowest rank's share, compared with 1 / count of a dense call with as many pairs."""
+    """Record 1 / count of a dense call's time, relative to the slowest rank's time for as many pairs."""
     section = parse(name).section
     config = SequenceParallelConfig(size=count, **section).resolve(count, bench.sizes.heads)
     cp_size = count // config.ulysses

@@ -5,13 +5,13 @@
 
 Ranks are gloo processes of this machine with one thread each. All contenders run the same LLaMA on the same tokens, in
 the same processes and in turns. Times start when all ranks begin, and end when the slowest rank is done. All contenders
-must generate the same tokens as the first one:
+must generate the same tokens. The contenders are:
 
 - one rank: transformers' own `generate` of the unpatched model on one rank, while the other ranks wait.
 - ring, u2, ...: the patched model (`benchmarks.contenders`). Decoding does not depend on the schedule, so only the
-  first one is timed.
+  first contender is timed.
 - gathering: each rank caches its part of the keys and values, and gathers all of them in each layer before attention.
-  In decoding, the cache of the unpatched model does this; in prefill, the schedule `attention2d` with one column.
+  In decoding, the cache of an unpatched model gathers; in prefill, the schedule `attention2d` with one column gathers.
 - training's forward: a forward pass of the first contender on a training batch as long as the prompt, with gradients
   and without a cache.
 

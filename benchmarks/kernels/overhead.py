@@ -6,8 +6,8 @@
 The parts are:
 
 - Call: forward and backward of few tokens on one rank, compared with torch's scaled_dot_product_attention, which runs
-  the same kernel. The unit is processor time, since one rank never waits. "but for its kernel" is the time of a call
-  outside the kernel.
+  the same kernel. The clock measures processor time, since one rank never waits. "but for its kernel" is the time of a
+  call outside the kernel.
 - Agreement: the time to compare the inputs, once per call, relative to an all-reduce of one number over the same ranks;
   and a forward pass of few tokens, relative to one without comparison.
 - Trust: the processor time of a training step of a small LLaMA on 4 ranks, of comparisons between ranks within the
@@ -15,8 +15,8 @@ The parts are:
 - Program: the time to look up or derive a rank's program and its kernel launches before running it: for known lengths,
   new lengths, and new packs of 64 documents.
 
-A ratio is the median over turns, in each of which calls follow one another; the spread is the middle half. No launcher
-is needed: ranks are forked with gloo, or simulated by torch's fake backend.
+A ratio is the median over turns, and the spread covers the middle half. No launcher is needed: ranks are forked with
+gloo, or simulated by torch's fake backend.
 """
 
 from __future__ import annotations

@@ -7,18 +7,18 @@ parallelism.
 The lengths of a step's samples follow the assumed quantiles in `KINDS`, including the longest sample of each kind. The
 contenders are:
 
-- a: one sample per group of fixed size, padded to a multiple of the group, with Ulysses on all ranks. The number of
-  ranks is what the longest sample requires.
+- a: one sample per group of fixed size, padded to a multiple of the group, with Ulysses on all ranks. The longest
+  sample determines the number of ranks.
 - b: our packs with the same Ulysses size.
 - c: data parallelism balanced by cost, if the longest sample fits on one rank.
 - ours: whole samples on each rank, except the longest samples.
 
 A step is forward and backward of one layer of `MODEL`, on a simulated cluster of 8 nodes with one rank each
 (`cluster.net`). Instead of computing, a rank sleeps for --slower times as long as the machine `--machine` would compute
-for the pairs of attention and the tokens. Tensors are really sent, with heads reduced by --thinner, on links whose rate
-is reduced by --thinner and --slower. A call's own processor time of 10 to 50 ms would be --slower times shorter on the
-real machine. Ranks compare nothing, since hosts run ahead of accelerators. Communication of parameters is left out; a
-barrier per sample would only make contender a slower.
+for the pairs of attention and the tokens. Tensors are sent over links slowed down by --slower and --thinner, with a
+head size divided by --thinner. A call's own processor time of 10 to 50 ms would be --slower times shorter on the real
+machine. Ranks compare nothing, since hosts run ahead of accelerators. The communication of parameters is left out: as a
+barrier per sample, it would only slow down contender a.
 
 --real: a LLaMA on 2 ranks of this machine, forward and backward, with `sp.packs` and with plain loops; lengths are
 divided by --scale.
@@ -26,10 +26,10 @@ divided by --scale.
 Columns of the table:
 
 - ratio: tokens per second relative to contender a.
-- work: maximum over mean of the ranks' work.
-- groups: the same for 4 groups with four times as many samples.
-- MB: sent by the busiest node.
-- cut: documents on several ranks.
+- work: maximum work of a rank, divided by the mean over ranks.
+- groups: maximum work of a group, divided by the mean, for 4 groups with four times as many samples.
+- MB: megabytes sent by the busiest node.
+- cut: number of documents that are split over several ranks.
 """
 
 from __future__ import annotations

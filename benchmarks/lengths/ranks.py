@@ -77,7 +77,7 @@ class Clock(Observer):
             self.sleep(pairs * share * self.work.pair)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, minus the excess of earlier sleeps."""
+        """Sleep, and compensate for earlier sleeps that took too long."""
         began, self.slept, self.owed = time.perf_counter(), self.slept + seconds, self.owed + seconds
         time.sleep(max(0.0, self.owed))
         self.owed -= time.perf_counter() - began

@@ -4,8 +4,8 @@
     python -m benchmarks.media.towers --ranks 2 --pictures 4 --side 48
 
 A step is forward and backward of a patched Qwen2.5-VL with few layers, in which the vision tower does most of the work.
-Steps take turns. All ranks begin together, and the slowest rank's time counts. A ratio is the median over turns; the
-spread is the middle half. No launcher is needed: ranks are forked with gloo.
+Steps take turns. All ranks begin together, and the slowest rank's time counts. A ratio is the median over turns, and
+the spread covers the middle half. No launcher is needed: ranks are forked with gloo.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Ranks are gloo processes of this machine with one thread each. A step has --accu
 rows with 64 to --tokens tokens, which are plain, padded on either side, or packed. Every 50th step is followed by an
 evaluation.
 
-Each row covers a part of the run, and shows medians, with the maximum over ranks: resident memory, the number of
+Each row covers a part of the run, and lists the maximum over ranks of several medians: resident memory, the numbers of
 handles, threads and Python objects of a rank, and the number of files in /dev/shm. The first part warms up caches.
 "grows" is the difference between the last row and the second row.
 """
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace) -> list[Numbers]:
-    """Return this rank's numbers after every tenth step."""
+    """Return the memory and object counts of this rank after every tenth step."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,

@@ -1,4 +1,4 @@
-"""Compare the predicted memory of a training step with the measured memory, for the rank with the maximum.
+"""Compare the predicted memory of a training step with the measured memory, for the rank that uses most.
 
     python -m benchmarks.memory.footprint --lengths 4096,8192 --vocab 16384 -- u4 u2/ring ring attention2d
     python -m benchmarks.memory.footprint -- u4+mlp_tiles=8+loss_tiles=8 u4+checkpointing=false

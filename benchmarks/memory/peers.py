@@ -190,7 +190,7 @@ def bisect(bench: Bench, spec: Spec) -> tuple[int, int, str]:
 def search(
     taken: Callable[[int], int | None], budget: int, resolution: int, most: Callable[[], int], limit: int
 ) -> dict[int, int]:
-    """Return lengths and their bytes, after finding the longest length within the budget, to `resolution`.
+    """Find the longest length within the budget, to `resolution`, and return the bytes of each measured length.
 
     Each next length is interpolated linearly from the measured lengths.
 

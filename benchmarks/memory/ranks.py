@@ -50,7 +50,7 @@ LOCAL = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26, "upipe"
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The sizes of the model. `zero` overrides settings in ZERO."""
+    """The sizes of the model. `zero` overrides settings in the constant ZERO."""
 
     vocab: int = 131072
     hidden: int = 256
@@ -124,7 +124,7 @@ def measure(
 def measured(
     make: Callable[[], Step], timed: int, follow: bool, limit: int, read: Callable[[], float] = time.perf_counter
 ) -> Figures:
-    """Measure any step, in the same way as `measure`. `read` returns the time."""
+    """Measure the step that `make` creates, in the same way as `measure`. `read` returns the time."""
     threading.Thread(target=watch, args=(limit,), daemon=True).start()
     step = make()
     rest, found, seconds, highest = memory("VmRSS"), [], [], 0
@@ -225,9 +225,10 @@ def ours(model: Model, llama: Any, local: dict[str, Any], section: dict[str, Any
 def alst(model: Model, llama: Any, local: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
     """Create DeepSpeed's Ulysses with its recipe for long sequences (Arctic Long Sequence Training, arXiv:2506.13996).
 
-    The setup follows its tutorial, with tiled MLPs, tiled logits and losses, and reentrant checkpointing. Tokens are
-    sharded by hand in the same way as UlyssesSPDataLoaderAdapter. `tile_bytes` is the size of fp32 logits per tile; the
-    recipe's own 1 GiB is meant for GPUs. `upipe` is the number of head chunks (see `memory.chunked_by_heads`).
+    The setup follows DeepSpeed's tutorial, with tiled MLPs, tiled logits and losses, and reentrant checkpointing.
+    Tokens are sharded by hand in the same way as UlyssesSPDataLoaderAdapter. `tile_bytes` is the size of fp32 logits
+    per tile; the recipe's own 1 GiB is meant for GPUs. `upipe` is the number of head chunks (see
+    `memory.chunked_by_heads`).
 
     TiledFusedLogitsLoss computes the gradient of lm_head's weight during forward, so the loss is divided inside the
     tiles.

@@ -6,9 +6,9 @@
 Ranks are gloo processes of this machine with one thread each, restarted for every measurement. All contenders train the
 same LLaMA with checkpointed layers on the same rows. Losses and gradient norms must equal those of the first contender,
 to 1e-3. DPO trains on one pair with a reference model. GRPO trains on --completions random rows, without generation and
-without a reference model. All rows have the same prompt, which is --share of a row. trl's head uses tiles of --tile
-tokens. trl's own 4,096 tokens are meant for GPUs, where kernels work in place on a tile; on CPUs, torch makes seven
-copies. The contenders are:
+without a reference model. The prompt is the same for all rows, and takes the fraction --share of a row. trl's head uses
+tiles of --tile tokens. trl's own 4,096 tokens are meant for GPUs, where kernels work in place on a tile; on CPUs, torch
+makes seven copies. The contenders are:
 
 - trl plain, 1 rank: trl's `add_fused_lm_head`, which its trainers call, on the unpatched model.
 - whole logits gathered: ranks share sequences and gather all logits, from which trl's `selective_log_softmax` computes
@@ -17,7 +17,7 @@ copies. The contenders are:
 - in parts, shared prompts: the same with `shared_prompts` true.
 
 "MiB" is the peak resident memory during a step (VmHWM, reset before the step), minus the resident memory before the
-first step, for the rank with the maximum. A contender stops if one of its ranks exceeds its share of --memory GiB
+first step, for the rank that uses most. A contender stops if one of its ranks exceeds its share of --memory GiB
 (default: the available memory), and its row says so. Seconds are the minimum over --steps steps after a warm-up step,
 for the slowest rank. With fewer cores than ranks, ranks wait for one another; --clock processor then measures a rank's
 processor time.

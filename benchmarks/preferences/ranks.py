@@ -37,7 +37,7 @@ def measure(model: Model, task: str, kind: str, shape: Shape, timed: int, clock:
 def made(model: Model, task: str, kind: str, shape: Shape) -> Step:
     """Return a training step. Ranks sum gradients.
 
-    The policy, and for DPO a reference model, return numbers per token for the loss.
+    The policy (and, for DPO, a reference model) computes a log-probability per token for the loss.
     """
     policy, ids = model.make(), rows(model, shape)
     policy.gradient_checkpointing_enable({"use_reentrant": False})

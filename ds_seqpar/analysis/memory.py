@@ -36,8 +36,8 @@ class Figures:
 
 
 def figures(forward: BoundProgram, backward: BoundProgram, choice: SavedForBackward) -> Figures:
-    """Return the figures of a call, from its two programs. `choice` determines which tensors forward saves for
-    backward.
+    """Return the figures of a call, from its forward and backward programs. `choice` determines which tensors forward
+    saves for backward.
     """
     tracker = _Tracker(forward, choice)
     peak_forward, saved = tracker.run(), tracker.saved_with_results()
@@ -157,7 +157,7 @@ class _Tracker:
 
         Sums need no temporary memory. On CPUs, a softmax needs some bytes per row and, piece by piece, a copy of a
         narrow result in accum_dtype. On GPUs, Triton's kernel needs no memory; without Triton, torch's operations need
-        four numbers per row, for at most `AT_ONCE` elements at a time: 8 MiB in fp32 with a head_dim of 128.
+        four numbers per row, for at most `accumulate.AT_ONCE` elements at a time: 8 MiB in fp32 with a head_dim of 128.
         """
         if not self.forward:
             return 0

@@ -9,8 +9,8 @@ in both directions. NCCL then connects both directions at once if the first batc
 Therefore, the first batch must contain both on each of the two ranks, or on neither.
 
 The proof assumes that all communicators of a rank share one stream, so that operations of different communicators also
-run one after another. With one stream per communicator, an operation never starts later, so programs that complete here
-also complete there.
+run one after another. Programs that complete under this assumption also complete with one stream per communicator,
+since no operation then starts later.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class LaunchSize(NamedTuple):
 
 
 def flash_2(size: LaunchSize) -> int:
-    """mha_bwd in csrc/flash_attn/flash_api.cpp of flash-attention.
+    """Return the workspace of mha_bwd in flash-attention (csrc/flash_attn/flash_api.cpp).
 
     The function allocates dq and delta in fp32, and dk and dv for all query heads. Deterministic algorithms allocate
     several copies of dq, which are not counted.
@@ -44,7 +44,7 @@ def flash_2(size: LaunchSize) -> int:
 
 
 def flash_3(size: LaunchSize) -> int:
-    """mha_bwd in hopper/flash_api.cpp: dq, delta and lse in fp32; with GQA, also dk and dv in fp32."""
+    """Return the workspace of mha_bwd in flash-attention 3 (hopper/flash_api.cpp)."""
     if size.forward:
         return 0
     width = next((width for width in (64, 96, 128, 192) if size.head_dim <= width), 256)
@@ -53,7 +53,7 @@ def flash_3(size: LaunchSize) -> int:
 
 
 def efficient(size: LaunchSize) -> int:
-    """attention_backward.cu and kernel_backward.h of torch.
+    """Return the workspace of torch's memory-efficient attention (attention_backward.cu, kernel_backward.h).
 
     The backward pass allocates dq and delta in fp32. Both passes expand k and v to all query heads, and the backward
     pass also expands their gradients.

@@ -77,7 +77,7 @@ def attribute(name: str, breaks: str) -> Callable[[Any], Any]:
 def mark(name: str) -> str:
     """Return the name of an attribute that one package sets and another one reads.
 
-    Since code also checks for the absence of the attribute, a release that renames it causes no error here.
+    A missing attribute has a meaning too, so a release that renames the attribute causes no error here.
 
     Args:
         name: "module:attribute", with the module that reads or sets it.
@@ -136,7 +136,7 @@ def number_of(node: Any) -> int:
 
 
 def is_autograd_thread(thread: threading.Thread) -> bool:
-    """Return whether the thread belongs to autograd's engine rather than to Python."""
+    """Return whether the current thread was started by autograd's engine rather than by Python."""
     return isinstance(thread, threading._DummyThread) and graph_task() >= 0
 
 

@@ -19,7 +19,7 @@ HALVES = {"bfloat16": "--bf16", "float16": "--fp16"}
 
 
 class Answer(NamedTuple):
-    """The result of a command, with everything needed to train with the result."""
+    """The result of a command, and the settings for training."""
 
     inputs: Inputs
     config: SequenceParallelConfig  # resolved
@@ -118,7 +118,7 @@ class Answer(NamedTuple):
         return [f"{line}; the tower takes {shares[0]} of a step's time divided, {shares[1]} undivided"]
 
     def deepspeed_json(self) -> dict[str, Any]:
-        """Return the complete DeepSpeed JSON with the section. Values "auto" remain for the Trainer to fill in."""
+        """Return the complete DeepSpeed JSON with the section. Every "auto" value is left for the Trainer."""
         content = copy.deepcopy(self.inputs.content)
         if self.sequences is not None:
             content["gradient_accumulation_steps"] = self.steps

@@ -166,7 +166,7 @@ def advice(inputs: Inputs, config: SequenceParallelConfig) -> str:
 def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None]:
     """Return (the resolved configuration, the plan that determined the configuration or None).
 
-    If ranks would plan, the plan is made for the named machine.
+    If the ranks would choose settings by planning, plan for the named machine.
     """
     config, machine, heads = inputs.config, inputs.machine, (inputs.model.heads, inputs.model.kv_heads)
     if machine is not None and config.asks_for_plan:

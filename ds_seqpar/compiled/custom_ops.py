@@ -90,7 +90,7 @@ def attention_op(
     """Compute attention's forward pass.
 
     Args:
-        sizes: The result of `_sizes`. It is an argument because several ranks share a compiler's cache.
+        sizes: The result of `_sizes`. The sizes are an argument because several ranks share a compiler's cache.
         agreement: A tensor that must be computed before anything is sent.
 
     Returns:

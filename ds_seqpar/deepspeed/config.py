@@ -91,7 +91,7 @@ class Offload:
 
 
 def _without_flag(given: Any) -> Any:
-    """Return a section for a boolean, which DeepSpeed also accepts under an older key."""
+    """Convert a boolean, which DeepSpeed accepts under an older key, to a section."""
     return ({"device": "cpu"} if given else {}) if isinstance(given, bool) else given
 
 
@@ -138,7 +138,7 @@ class Zero:
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN)
 class Half:
-    """The section of a 16-bit dtype."""
+    """The section that enables a 16-bit dtype."""
 
     enabled: bool = False
 
@@ -249,7 +249,7 @@ class DeepSpeedJson:
     def resolved(self) -> dict[str, Any]:
         """The configuration as read by DeepSpeed, including defaults, without values that may differ between ranks.
 
-        Values "auto" are treated as missing. Raises ConfigError for settings that DeepSpeed itself refuses.
+        Every "auto" value is treated as missing. Raises ConfigError for settings that DeepSpeed itself refuses.
         """
         given = dict(vars(call_library("DeepSpeed", self.place, self.content, _parsed)))
         given |= {field: getattr(self.known, field) for field in BATCH_SIZES}
@@ -287,7 +287,7 @@ class DeepSpeedJson:
         return 2 if known is None else known + bool(optimizer.get("params", {}).get("momentum"))
 
     def batch_by_rank(self, size: int, groups: int) -> int:
-        """Convert "train_batch_size" from sequences to DeepSpeed's count, in which each rank of a group counts.
+        """Return "train_batch_size" as DeepSpeed counts it: the number of sequences, multiplied by `size`.
 
         Raise ConfigError if the batch sizes are inconsistent with `groups` groups of `size` ranks.
         """
@@ -347,7 +347,7 @@ def _is_meant(key: object) -> bool:
 
 
 def _parsed(content: dict[str, Any]) -> Any:
-    """Return DeepSpeed's configuration object. Its class raises errors for settings that it refuses.
+    """Return DeepSpeed's configuration object. DeepSpeed's class raises errors for settings that it refuses.
 
     The given batch sizes are replaced by 1, since they depend on the number of ranks.
     """

@@ -10,9 +10,9 @@ from .hooks import COUNTS, hooks_of
 
 
 def count_by_rank(content: dict[str, Any], sp: Any) -> None:
-    """Convert `train_batch_size` to count ranks if accelerate's DeepSpeed configuration sets all three batch sizes.
+    """Multiply `train_batch_size` by the SP size if accelerate's DeepSpeed configuration sets all three batch sizes.
 
-    The value may already count ranks. Raise ConfigError if the value is consistent with neither count.
+    A value that is already multiplied stays unchanged. Raise ConfigError for any other inconsistent value.
     """
     json = DeepSpeedJson.read(content)
     batch, micro, steps = json.batch_sizes
@@ -24,7 +24,7 @@ def count_sequences(engine: Any, sp: Any) -> None:
     """Make an engine count sequences instead of ranks. A second call does nothing.
 
     The correction covers `train_batch_size()` and its setters, samples per second, and `global_samples`, the x axis of
-    monitors. The scale of gradients is computed from other numbers.
+    monitors. Gradient scaling does not use the corrected numbers.
     """
 
     def count() -> None:

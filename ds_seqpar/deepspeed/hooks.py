@@ -13,7 +13,7 @@ ORDER = (UNUSED, COUNTS, CHECKPOINTS, WRITING, FINITE, KEPT)
 
 
 class Hooks:
-    """The parts that run around an object's methods."""
+    """Parts of ds_seqpar that run around an object's methods."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner

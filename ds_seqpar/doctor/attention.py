@@ -69,7 +69,7 @@ def kernels(job: Job) -> list[Finding]:
 
 
 def _product(kernel: Kernel, tensors: list[Tensor], cut: tuple[Tile, ...], scale: float) -> list[Tensor]:
-    """Return out, dq, dk and dv of several launches, accumulated as while a plan runs."""
+    """Run several launches, accumulate the results like the executor of a plan, and return out, dq, dk and dv."""
     (q, k, v, do), wide, zeros = tensors, sum_dtype(tensors[0].dtype), torch.zeros_like
     total = Softmax(lambda: (zeros(q, dtype=wide), zeros(q[..., 0], dtype=wide)))
     dq, dkv = Sum(lambda: (zeros(q, dtype=wide),)), Sum(lambda: (zeros(k, dtype=wide), zeros(v, dtype=wide)))
@@ -99,7 +99,7 @@ def sums(job: Job) -> list[Finding]:
 
 
 class _Case(NamedTuple):
-    """A mask, both as an argument of `attention` and by its definition."""
+    """A mask, both as an argument of `attention` and as explicit visibility."""
 
     name: str
     mask: Mask

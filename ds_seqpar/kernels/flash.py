@@ -3,9 +3,9 @@
 The CPU kernel supports fp64, fp32, bf16 and fp16, supports GQA without repeating heads, and aligns a causal mask to the
 upper left corner. The kernel computes a band as a mask over a block of few rows, including the masked pairs.
 
-The CUDA kernels are subclasses that wrap operators with different arguments. Their causal blocks are square, since most
-operators align the mask to the lower right corner. No CUDA kernel has been measured on a GPU yet. On the operator
-models in `tests/cuda_models.py`, all CUDA kernels are exact.
+The CUDA kernels are subclasses that wrap operators with different arguments. The causal blocks of CUDA kernels are
+square, since most operators align the mask to the lower right corner. No CUDA kernel has been measured on a GPU yet. On
+the operator models in `tests/cuda_models.py`, all CUDA kernels are exact.
 """
 
 from __future__ import annotations
@@ -315,7 +315,8 @@ class Cudnn(CudaKernel):
     The operator supports full and causal blocks with at least two rows and two keys.
 
     Attributes:
-        lse_is_4d: Whether the operator's lse has four dimensions. Set in forward, and read in backward.
+        lse_is_4d: Whether the operator's lse has four dimensions. The forward pass sets the attribute for the backward
+            pass.
     """
 
     name = "cudnn"

@@ -85,7 +85,7 @@ def joined(tiles: Sequence[Tile], windows: int, segments: bool) -> Iterator[Tile
 def _upper(region: _Region) -> Iterator[Tile]:
     """Yield the tiles of a region with a moving left edge and a fixed right edge.
 
-    For kernels that require a causal edge: if rows and columns are reversed, the left edge is causal.
+    The tiles are for kernels that require a causal edge: with reversed rows and columns, the left edge is causal.
     """
     q0, q1, a0, _, _, b1 = region
     yield Tile(q0, q1, a0, a0 + region.rows, "upper")
@@ -127,7 +127,7 @@ def _pieces(tile: Tile) -> Iterator[Piece]:
 def _side_by_side(pieces: list[Piece]) -> Iterator[tuple[int, list[Piece]]]:
     """Cut all pieces at every row where some piece begins or ends.
 
-    Yield each such row with the pieces between this row and the next, after joining adjacent pieces.
+    Yield (row, pieces from this row to the next cut), after joining adjacent pieces.
     """
     pieces = sorted(pieces)
     rows = sorted({piece.q0 for piece in pieces} | {piece.q1 for piece in pieces})

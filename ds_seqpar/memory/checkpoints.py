@@ -192,8 +192,8 @@ def replaying(
 def current() -> Replay | None:
     """Return the replay of the innermost enclosing checkpoint, or None.
 
-    Also return None inside one of torch's own checkpoints that is nested in ours. Its recomputation runs after our
-    checkpoint has ended, so its first run must not see a replay either.
+    Also return None inside one of torch's own checkpoints that is nested in ours. The recomputation of torch's
+    checkpoint starts after ours has ended, so its first run must not use a replay either.
     """
     found = _current.get()
     frame: FrameType | None = sys._getframe(1)

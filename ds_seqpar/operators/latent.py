@@ -122,7 +122,7 @@ class LatentShape(Shape):
     def product_bytes(self, direction: str, keys: int) -> int:
         """Return the bytes of `keys` expanded keys and values, and of the expansion matrix.
 
-        In backward, the gradients of both are included.
+        For backward, the gradients of keys, values and the matrix are included.
         """
         expanded, matrix = 2 * self.batch * keys * self.head_dim, 2 * self.latent * self.head_dim
         width = expanded * (1 if direction == "forward" else 2) + matrix
@@ -165,8 +165,8 @@ LATENT = register(Latent())
 def is_sent(config: SequenceParallelConfig, tokens: int, heads: int, width: int, dims: int) -> bool:
     """Return whether latent attention sends latents, rather than keys and values, for a resolved config.
 
-    Expanding one key costs as much as attention from `width` query rows to that key. CP ranks expand a key again in
-    each hop, but Ulysses ranks only once, each for its own heads.
+    Expanding one key costs as much as attention from `width` query rows to that key. CP ranks expand a key in every
+    hop, while each Ulysses rank expands a key once, for its own heads.
 
     Args:
         config: The settings.

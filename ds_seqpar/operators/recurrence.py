@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """The state (K, V) of a head. A transition is a matrix, or a scalar if the state only decays."""
+    """The form of a head's state (K, V). A transition is a matrix, or a scalar if the state only decays."""
 
     keys: int
     values: int
@@ -80,8 +80,7 @@ def recurrence(
 ) -> Tensor:  # fmt: skip
     """Run a layer with a recurrent state over the whole sequence; each rank passes its local tokens.
 
-    Gradients can be taken once, without double backward. Collective over the ranks that share the sequence, including
-    the backward pass.
+    Double backward is not supported. Collective over the ranks that share the sequence, including the backward pass.
 
     Args:
         runtime: This rank's runtime.
@@ -171,7 +170,7 @@ def delta_rule(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
     """Return the `Function` of a delta rule.
 
     Zero values with the identity as the initial state yield the transition as the final state, and the readout as
-    outputs. They are computed in the same call, as additional columns of the values.
+    outputs. Transition and readout are computed in the same call as the output, as additional columns of the values.
 
     Args:
         function: (q (N, L, heads, K), k, v (N, L, H, V), g, beta, initial state (N, H, K, V) or None) -> (out, final
@@ -197,7 +196,9 @@ def _exchanges_heads(
     runtime: Runtime, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell, shards: Shards,
     documents: tuple[int, ...],
 ) -> bool:  # fmt: skip
-    """Return whether Ulysses ranks exchange heads. With "auto", they do if each rank then receives fewer bytes."""
+    """Return whether Ulysses ranks exchange heads. With "auto", heads are exchanged if each rank then receives fewer
+    bytes.
+    """
     size, way, heads = runtime.ulysses.size, runtime.config.recurrent_layers, tokens[0].shape[2]
     if size == 1 or way == "states":
         return False

@@ -88,7 +88,7 @@ AT_ONCE = 2**21  # maximum bytes of states and maps for receiving all at once
 
 
 def go_in_order(reach: int, runs: int, run_bytes: float) -> bool:
-    """Return whether states are passed from run to run.
+    """Return whether states are passed from run to run, rather than all at once.
 
     Args:
         reach: Maximum number of previous runs on which a run depends.

@@ -1,9 +1,9 @@
 """Recurrent states that layers pass between ranks: each rank receives the state before each of its runs of tokens.
 
 A run of consecutive tokens maps the previous state S to the next state M S + S'. By default, a rank receives M and S'
-of all runs on which its own runs depend, and folds them. If their total size is large, ranks instead pass states along:
-each run's rank maps the state and sends the result to the rank of the next run. Backward works the same way, with the
-runs in reverse order and M transposed.
+of all runs on which its own runs depend, and combines these maps. If their total size is large, ranks instead pass
+states along: each run's rank maps the state and sends the result to the rank of the next run. Backward works the same
+way, with the runs in reverse order and M transposed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def entering_states(
         reverse: Whether states are passed from the last run to the first.
 
     Returns:
-        The states, in the shape of `states`.
+        The state before each run, in the shape of `states`.
     """
     messages = _Messages(peers, "backward" if reverse else "forward", states.device)
     run_bytes = len(states) * (states.shape[2:].numel() + maps.shape[2:].numel()) * states.element_size()

@@ -1,7 +1,7 @@
 """Rules for torch functions that can run on a rank's shard of a whole tensor. Other functions gather the whole tensor.
 
-A rule receives an operator and its arguments by name. It returns the operator's result, or None if the operator needs
-the whole tensor.
+A rule receives an operator and its arguments by name. The rule returns the operator's result, or None if the operator
+needs the whole tensor.
 """
 
 from __future__ import annotations

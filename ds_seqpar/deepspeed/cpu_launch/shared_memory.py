@@ -69,8 +69,8 @@ def remove_unheld(file: Path) -> int | None:
     On systems other than Linux, the file is kept.
 
     The kernel grants a write lease only on a file that no other process has open, including processes of other users
-    and containers. A process that opens the file during the lease waits. The resulting signal would terminate this
-    process by default.
+    and containers. If another process opens the file during the lease, that process waits, and this process receives a
+    signal, which would terminate it by default.
     """
     if sys.platform != "linux":
         return None

@@ -37,7 +37,7 @@ class EngineCheckpoints:
     Args:
         engine: DeepSpeed's engine. Wrapping the same engine again has no effect.
         sp: The SequenceParallel that the engine trains with.
-        of_loop: Whether to also save the state of the training loop, which is needed after `initialize`.
+        of_loop: Whether to also save the state of the training loop, as for `initialize`.
 
     Raises:
         ConfigError: The configuration requests a writer that still writes after its call has returned.
@@ -269,7 +269,9 @@ class EngineCheckpoints:
 
 @contextlib.contextmanager
 def _deferring(checkpoint: AtomicCheckpoint, owner: Any, name: str, *given: Any) -> Iterator[None]:
-    """Context manager that stores a method's errors until all ranks have written. `given` replaces the arguments."""
+    """Context manager that stores a method's errors until all ranks have written. A non-empty `given` replaces the
+    method's arguments.
+    """
 
     def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         with checkpoint.keeping_errors(args):
