@@ -49,8 +49,8 @@ def together(device: str = "cpu") -> Clock:
 def of_device(device: str, cover: int = 2**30) -> Clock:
     """Return a clock of device time, based on events; on a CPU, `wall`.
 
-    While the device clears `cover` bytes, the host launches the step. The measured time is therefore that of the
-    kernels alone, with cold caches.
+    While the device clears `cover` bytes, the host launches the step. The measured time therefore covers only the
+    kernels, with cold caches.
     """
     if device == "cpu":
         return wall

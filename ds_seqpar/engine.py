@@ -1,7 +1,7 @@
 """Prepare a model for sequence-parallel training, and return a DeepSpeed engine.
 
 DeepSpeed receives no mpu, so ZeRO treats every rank as a data-parallel rank: at every stage, ZeRO shards states and
-averages gradients over all ranks. `ds_seqpar.data.batches` scales the loss so that this average is correct.
+averages gradients over all ranks. `ds_seqpar.data.batches` scales the loss so that the average over ranks is correct.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _check_first_step(engine: Any, model: torch.nn.Module, sp: SequenceParallel,
 
 
 def _deal_data(engine: Any, sp: SequenceParallel, data: Any, collate: Any) -> None:
-    """Set an engine's dataloader to that of training_data, divided among groups."""
+    """Set an engine's dataloader to one for training_data, divided among groups."""
     if data is not None:
         loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
         engine.training_dataloader = Loader(sp.sharding, loader)

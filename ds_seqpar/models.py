@@ -68,7 +68,9 @@ class Packing(Protocol):
         """
 
     def media_of(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a sample that have no entry per token. Raise an error if the model rejects them."""
+        """Return the inputs of a sample that have no entry per token. Raise an error if the model rejects the
+        inputs.
+        """
 
     def positions_of(self, document: Mapping[str, Any]) -> Any:
         """Return the positions of a document's tokens, int64 (axes, 1, tokens). The first axis counts the tokens."""

@@ -546,7 +546,7 @@ class SequenceParallel:
         Returns:
             The log-probabilities (rows, tokens - 1) in fp32 (fp64 for fp64 models), complete and differentiable on
             every rank; 0 for ignored labels. With `return_entropy`, a tuple of the log-probabilities and the entropies,
-            both of this shape.
+            both of shape (rows, tokens - 1).
 
         Raises:
             ConfigError, InputError, DisagreementError: The model is not patched, or a batch is invalid or differs

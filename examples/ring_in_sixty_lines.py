@@ -32,7 +32,8 @@ def tokens_of(rank: int, size: int, seq: int) -> Tensor:
 class Hop:
     """Sends this rank's block to the next rank, and receives the previous rank's block.
 
-    Both messages are posted together, because over NCCL a send posted alone may wait forever for its receive.
+    The send and the receive are posted together, because over NCCL a send posted alone may wait forever for its
+    receive.
     """
 
     def __init__(self, block: Tensor) -> None:

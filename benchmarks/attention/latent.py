@@ -4,8 +4,8 @@
     python -m benchmarks.attention.latent --size 16 --tokens 131072
 
 Rows are models and numbers of Ulysses ranks. The columns compare sending expanded keys and values with sending the
-latent. They list the MiB received by the busiest rank in forward and backward of one layer, the MiB saved by forward,
-and the peak MiB of backward. The setup is a ring in bf16 with a causal mask and one sequence.
+latent. The figures are the MiB received by the busiest rank in forward and backward of one layer, the MiB saved by
+forward, and the peak MiB of backward. The setup is a ring in bf16 with a causal mask and one sequence.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ of ranks are omitted.
 With --causal, each schedule uses the shape and the moving side with the fewest received bytes. The number of the
 triangle's strips is given in parentheses if greater than one. The floor is derived as follows. Suppose that a rank
 processes x query rows and y k/v rows, in units of its own n tokens. The rank computes at most x y n^2 pairs, minus the
-half of its own n^2 pairs that the mask hides. With A ranks, the rank's share of all pairs is A n^2 / 2. Therefore, x y
->= (A + 1) /
-2. Each remote query row is received, and its partial result is received by some rank; the same holds for k/v rows, with
-gradients in backward. No schedule with equal shares of work receives less on average.
+half of its own n^2 pairs that the mask hides. With A ranks, the rank's share of all pairs is A n^2 / 2. A rank's share
+is therefore only possible with x y >= (A + 1) / 2. Each remote query row must be received, and so must its partial
+result; k/v rows must be received too and, in backward, their gradients. No schedule with equal shares of work receives
+less on average.
 """
 
 from __future__ import annotations

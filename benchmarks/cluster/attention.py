@@ -7,9 +7,9 @@
 
 A node is a network namespace with a link of the given rate in each direction (`cluster.net`), which requires root and
 iproute2. Ranks of one node communicate over loopback, so --nodes 1 requires neither root nor iproute2. All contenders
-(`benchmarks.contenders`) take turns in the same processes. They receive the same inputs, each in its own layout. Each
-contender is first compared with dense attention. Times start when all ranks begin, and end when the slowest rank is
-done.
+(`benchmarks.contenders`) take turns in the same processes. Contenders receive the same inputs, each in the contender's
+own layout. Each contender is first compared with dense attention. Times start when all ranks begin, and end when the
+slowest rank is done.
 
 --step selects the call:
 

@@ -1,6 +1,6 @@
 """Start the ranks of a simulated cluster, send them commands, and execute the commands on ranks.
 
-None of this control traffic uses the links: ranks find one another through a file, and receive commands by pipes.
+Control traffic does not use the links: ranks find one another through a file, and receive commands by pipes.
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ def enter(names: list[str], per_node: int, folder: str, patience: float) -> None
 
 
 def one_turn(index: int, start: float) -> tuple[float, Any]:
-    """Start a step at `start` on the machine's clock. Return the seconds until its end on this rank, and its result."""
+    """Start a step at `start` on the machine's clock. Return the seconds until the step ends on this rank, and the
+    step's result.
+    """
     time.sleep(max(0.0, start - time.monotonic()))
     found = STEPS[index]()
     return time.monotonic() - start, found

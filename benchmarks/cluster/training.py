@@ -5,9 +5,9 @@
 
 Nodes and links are the same as in `cluster.attention`. Contenders (`benchmarks.contenders`) train the same LLaMA on the
 same tokens with the same DeepSpeed settings (`memory.ranks`). Every engine runs in its own processes, since DeepSpeed
-supports one per process. In each turn, a contender runs a warm-up step, and then `--steps` steps at every rate. Times
-start when all ranks begin a step, and end when the slowest rank is done. --checkpointing applies to all contenders,
---tiled-mlp to DeepSpeed's recipe. Losses and norms must agree between contenders, as in `memory.peers`.
+supports one engine per process. In each turn, a contender runs a warm-up step, and then `--steps` steps at every rate.
+Times start when all ranks begin a step, and end when the slowest rank is done. --checkpointing applies to all
+contenders, --tiled-mlp to DeepSpeed's recipe. Losses and norms must agree between contenders, as in `memory.peers`.
 
 Columns of the table:
 

@@ -110,7 +110,9 @@ class Bench:
         return self.until - time.perf_counter()
 
     def has_time(self, what: str, seconds: float = 0.0, share: float = 1.0) -> bool:
-        """Return whether a measurement fits the remaining time and a share of the section's time. If not, report it."""
+        """Return whether a measurement fits the remaining time and a share of the section's time. A measurement that
+        does not fit is reported.
+        """
         fits = seconds <= min(self.left, share * self.seconds)
         if not fits:
             self.leave_out(what, f"no time, it would take about {seconds:.1f} s" if seconds else "no time")

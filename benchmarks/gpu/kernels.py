@@ -2,7 +2,7 @@
 
 Flops count the pairs that the mask leaves visible: 4 x head_dim per pair and query head in forward, and 2.5 times as
 many in backward. A product of two large matrices takes turns with the calls, and its speed is the ceiling. Before
-timing, the result of each call is compared with that of the first call.
+timing, the result of each call is compared with the result of the first call.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _contest(
 
 
 def _alike(bench: Bench, steps: dict[str, Callable[[], Tensor]]) -> list[float]:
-    """Return the losses of the first steps. Raise ArithmeticError if they differ."""
+    """Return the losses of the first steps. Raise ArithmeticError if losses differ."""
     losses = [step().item() for step in steps.values()]
     if max(losses) - min(losses) > bench.sizes.tolerance * max(map(abs, losses)):
         raise ArithmeticError(f"losses differ: {', '.join(f'{n} {x:.6f}' for n, x in zip(steps, losses, strict=True))}")

@@ -100,7 +100,7 @@ def on_rank(stand_in: bool, specs: list[Spec], part: str, seconds: float) -> dic
 def bus(bench: Bench) -> None:
     """Measure bus bandwidth: bytes per rank, multiplied by the operation's factor and divided by time.
 
-    With this factor, the bandwidth is the required rate of each link, whatever the number of ranks.
+    The factor makes the bandwidth equal to the required rate of each link, whatever the number of ranks.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     others = (world - 1) / world
@@ -188,7 +188,7 @@ def training(bench: Bench, spec: Spec) -> None:
 
 
 def launched(args: argparse.Namespace, part: str, count: int) -> dict[str, Any] | str:
-    """Return the results of newly started ranks, or the reason why there are none."""
+    """Return the results of newly started ranks, or the reason why results are missing."""
     tables.say(f"{part}: {count} ranks")
     # with GPUs, import nothing before forking, since CUDA could not be initialized in the ranks
     with Ranks(count, None, PRELOAD if args.stand_in else []) as ranks:

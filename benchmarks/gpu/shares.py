@@ -1,7 +1,7 @@
 """Measure one rank's share of attention on a single device, and compare the share with a dense call.
 
-Programs, executor, kernels, merging and packing are those of a real rank. Received data is copied from noise in the
-device's memory, so that the time includes no communication.
+Programs, executor, kernels, merging and packing are the same as on a real rank. Received data is copied from noise in
+the device's memory, so that the time includes no communication.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Share:
 
 
 class Bare:
-    """A direct call of torch. `attend` maps q, k and v to a list of outputs."""
+    """A direct call of torch's attention. `attend` maps q, k and v to a list of outputs."""
 
     def __init__(self, attend: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> None:
         *local, self.do = given

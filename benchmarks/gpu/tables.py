@@ -248,7 +248,7 @@ def chart(found: Found, file: Path) -> None:
 
 
 def docs(files: Iterable[Path]) -> str:
-    """Return the text of these files for the docs. Raises ValueError for an invalid file or a stand-in's file."""
+    """Return the docs' text for files with figures. Raises ValueError for an invalid file or a stand-in's file."""
     pages = []
     for file in sorted(files):
         found = load(file)

@@ -19,8 +19,8 @@ those of the first contender, to 1e-3 (bf16: 2e-2). Two peers are available:
 Figures are the maximum over ranks. --by selects the measure:
 
 - rss: peak resident memory during a step (VmHWM, reset before the step), minus the resident memory before the first
-  step. For all contenders, glibc returns every block of at least 128 KiB to the system when it is freed. RSS is then
-  closer to the memory in use, but steps are slower.
+  step. For all contenders, glibc returns every block of at least 128 KiB to the system when it is freed. This setting
+  brings RSS closer to the memory in use, but makes steps slower.
 - tensors: storages created by a step that are alive at the same time (tests/live.py), without a kernel's internal
   memory.
 
@@ -92,7 +92,7 @@ class Bench:
         self.tolerance = 2e-2 if args.bf16 else 1e-3
 
     def run(self, spec: Spec, seq: int, *, timed: int, follow: bool) -> list[Any] | str:
-        """Return the figures of every rank, or the reason why there are none."""
+        """Return the figures of every rank, or the reason why figures are missing."""
         options = {**({"tiled_mlp": True} if spec.peer == "deepspeed" else {}), **spec.section}
         args = self.model, spec.peer or "ours", options, seq, timed, follow, self.args.limit
         found = figures(
@@ -110,7 +110,7 @@ class Bench:
 
 
 def figures(world: int, function: Callable[..., Any], *args: Any, timeout: float, name: str) -> list[Any] | str:
-    """Return the results of a function on every rank, or the reason why there are none.
+    """Return the results of a function on every rank, or the reason why results are missing.
 
     The last argument of the function is a memory limit, above which the function exits.
     """

@@ -5,12 +5,13 @@ posted together run as one operation, which ends when all of its messages have e
 one after another, in the order in which the rank started them.
 
 Two ranks connect when they first exchange data. If two ranks are half of a communicator apart, the distance is the same
-in both directions. NCCL then connects both directions at once if the first batch contains both a send and a receive.
-Therefore, the first batch must contain both on each of the two ranks, or on neither.
+in both directions. For two such ranks, NCCL connects both directions at once if the first batch contains both a send
+and a receive. Therefore, the first batch must contain both a send and a receive on each of the two ranks, or on
+neither.
 
 The proof assumes that all communicators of a rank share one stream, so that operations of different communicators also
-run one after another. Programs that complete under this assumption also complete with one stream per communicator,
-since no operation then starts later.
+run one after another. Programs that complete on one stream also complete with one stream per communicator, which lets
+no operation start later.
 """
 
 from __future__ import annotations

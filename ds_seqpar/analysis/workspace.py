@@ -55,8 +55,8 @@ def flash_3(size: LaunchSize) -> int:
 def efficient(size: LaunchSize) -> int:
     """Return the workspace of torch's memory-efficient attention (attention_backward.cu, kernel_backward.h).
 
-    The backward pass allocates dq and delta in fp32. Both passes expand k and v to all query heads, and the backward
-    pass also expands their gradients.
+    The backward pass allocates dq and delta in fp32. Forward and backward expand k and v to all query heads, and
+    backward also expands the gradients of k and v.
     """
     accumulated = 0 if size.forward else 4 * size.of_q(64, _up(size.head_dim, 64) + 1)
     return accumulated + size.expanded * (1 if size.forward else 2)

@@ -1,9 +1,9 @@
 """Every undocumented name of torch, DeepSpeed and other packages that ds_seqpar uses.
 
-New releases of a package may drop or change these names. Each entry describes, as the beginning of a sentence, what
-fails if the name is missing. The first use of a missing name raises ConfigError with this sentence on every rank.
-`tests/unit/test_compat.py` checks that the installed releases contain all names, and that private names are used only
-in this module.
+New releases of a package may drop or change undocumented names. Each entry describes, as the beginning of a sentence,
+what fails if the name is missing. The first use of a missing name raises ConfigError with the entry's sentence on every
+rank. `tests/unit/test_compat.py` checks that the installed releases contain all names, and that private names are used
+only in this module.
 """
 
 from __future__ import annotations

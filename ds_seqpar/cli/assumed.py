@@ -93,7 +93,7 @@ class Answer(NamedTuple):
         return [f"assumed: {'; '.join(assumptions)}", *self.picture_lines(), *self.inputs.model.not_counted]
 
     def picture_lines(self) -> list[str]:
-        """Return a line about the pictures of a sequence and the tower that encodes them."""
+        """Return a line about the pictures of a sequence and the vision tower."""
         tower, pictures, seq = self.inputs.model.tower, self.inputs.job.pictures, self.inputs.seq
         if tower is None:
             return []

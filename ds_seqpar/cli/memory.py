@@ -188,7 +188,7 @@ def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None
 
 
 def unplanned_lines(inputs: Inputs, config: SequenceParallelConfig) -> list[str]:
-    """Return lines about settings that ranks would choose differently from this command."""
+    """Return lines about settings that the ranks would choose differently from the `memory` command."""
     text = (
         f'{SECTION}: ranks would plan what is "auto"; here it is all ranks, the most Ulysses and the default schedule'
     )

@@ -370,7 +370,7 @@ def _as_json(value: Any) -> Any:
 def _checked_by_deepspeed(content: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
     """Return the configuration without "auto" values and without keys that are checked elsewhere.
 
-    `outer` is the key of the section with this content, followed by a dot.
+    `outer` is the key of the section that contains `content`, followed by a dot.
     """
     return {
         key: _checked_by_deepspeed(value, f"{outer}{key}.") if isinstance(value, Mapping) else value

@@ -227,8 +227,8 @@ def errors(
 ) -> list[tuple[float, str]]:
     """Return, for each of NAMES, the error as a share of the allowed error, and a description.
 
-    The allowed error is twice that of a plain computation, plus a few roundings. Both the maximum error and the root
-    mean square are checked; the latter reveals small errors that affect all elements.
+    The allowed error is twice the error of a plain computation, plus a few roundings. Both the maximum error and the
+    root mean square are checked; the latter reveals small errors that affect all elements.
 
     Args:
         found: The computed result, for this rank's tokens.
@@ -283,7 +283,7 @@ def _cause(
     rows = blocks[held] == here
 
     def guess(computed: Tensor, kv: int) -> Tensor:
-        """Return the result if only these products were added up, with a given key/value head."""
+        """Return the result if only the products in `computed` were added up, with key/value head `kv`."""
         first = group * (own if of_queries else kv)
         heads = slice(first, first + group), slice(kv, kv + 1), slice(kv, kv + 1), slice(first, first + group)
         of = define(job, [x[:, :, one] for x, one in zip(tensors, heads, strict=True)], case.visible, computed)

@@ -259,7 +259,7 @@ class CudaEfficient(CudaKernel):
         """Raise KernelError for more keys than one launch supports.
 
         The forward kernel indexes elements with 32 bits, and the backward kernel indexes blocks of 64 keys with 16
-        bits. Beyond these limits, the kernels would silently read wrong keys or omit gradients.
+        bits. With more keys, the kernels would silently read wrong keys or omit gradients.
         """
         most = min(1 + MAX_INT // (heads * head_dim), 64 * MAX_SHORT)
         if keys > most:

@@ -63,8 +63,8 @@ class _Region(NamedTuple):
     def allowed(self, windows: int) -> bool:
         """Return whether a kernel supports the region's window. For `windows`, see `KernelSupport`.
 
-        PyTorch and flash-attn interpret a distance of all columns as unlimited. With a left limit, they interpret a
-        missing right limit as a distance of all columns.
+        PyTorch and flash-attn interpret a distance of all columns as unlimited. With a left limit, both libraries
+        interpret a missing right limit as a distance of all columns.
         """
         if windows == 1:
             return self.right <= 0 and (self.left < 0 or self.right == 0)

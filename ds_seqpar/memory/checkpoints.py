@@ -73,16 +73,16 @@ class Replay(seam.Replay):
 
     @property
     def has_next(self) -> bool:
-        """Whether this is a repeated run and the next result is saved here."""
+        """Whether the function is being repeated and the next result is saved in this Replay."""
         return self.runs > 1 and bool(self.saved)
 
     @property
     def replays_next(self) -> bool:
-        """Whether the next result is saved here or in an enclosing checkpoint."""
+        """Whether the next result is saved in this Replay or in one of an enclosing checkpoint."""
         return self.has_next or (self.outer is not None and self.outer.replays_next)
 
     def next_result(self) -> Tensors | None:
-        """Return the next result if it is saved here or in an enclosing checkpoint, otherwise None."""
+        """Return the next result, or None if neither this Replay nor an enclosing one has saved it."""
         if self.has_next:
             return self.unpack(self.saved.popleft())
         result = None if self.outer is None else self.outer.next_result()

@@ -39,7 +39,7 @@ class HostTensor:
             self.pieces.append(store.allocate(size))
 
     def parts(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (piece, bytes of `x` in this piece). `x` is contiguous and has this tensor's shape and dtype."""
+        """Yield (piece, bytes of `x` in this piece). `x` is contiguous, with the shape and dtype of the HostTensor."""
         yield from zip(self.pieces, x.view(-1).view(torch.uint8).split(HOST_PIECE), strict=True)
 
     def empty(self) -> Tensor:
@@ -155,8 +155,8 @@ class StreamingStore(Store):
         No wait is needed, since the copy writes to memory of the `to_device` stream. torch's caching allocator has a
         memory pool per stream. The memory of a tensor returns to the pool of the stream that was current when the
         tensor was created. If `record_stream` has named another stream, the memory returns only after an event that is
-        recorded on that stream when the tensor is freed. Memory returned by the allocator here is therefore not in use
-        by another stream.
+        recorded on that stream when the tensor is freed. Memory that the allocator returns for the copy is therefore
+        not in use by another stream.
         """
         if packed.on_device is not None:
             return

@@ -82,7 +82,8 @@ def decode(
 ) -> Tensor:
     """Compute `SequenceParallel.decode_attention`.
 
-    All ranks have the queries, and each attends to its own cached keys. Ranks then exchange and merge partial results.
+    All ranks have the queries, and each attends to its own cached keys. Afterwards, ranks exchange and merge their
+    partial results.
     """
     runtime = runtime.one_ring
     if agreed:

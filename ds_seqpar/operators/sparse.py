@@ -5,8 +5,7 @@ keys, so that scores of single heads are never stored. Attention reads the picke
 queries projected into the latent space. Backward recomputes each block.
 
 In a decode step, every rank has the queries of the new token, and a part of the keys and latents. Each rank selects its
-own top keys, all ranks select the overall top keys from these, and each rank attends to the selected keys that it
-holds.
+own top keys, all ranks agree on the overall top keys, and each rank attends to its own keys among them.
 """
 
 from __future__ import annotations
@@ -125,8 +124,8 @@ def sparse_attention(
         q: Queries of this rank (B, s, H, D).
         latent: Latents of all tokens (B, T, R).
         matrix: The matrix (H, R, D + Dv) that expands latents to keys and values.
-        picks: The result of `top_keys` (B, s, n), or indices of this form without duplicates and with at least one
-            visible key per query.
+        picks: The result of `top_keys` (B, s, n), or other indices without duplicates and with at least one visible key
+            per query.
         pieces: This rank's tokens.
         scale: Factor applied to the scores.
         sinks: Additional score per head (H,) without a value; None for no sinks.

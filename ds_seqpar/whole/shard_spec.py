@@ -70,8 +70,8 @@ class ShardSpec:
             shard: This rank's shard (rows or 1, local tokens, ...).
 
         Raises:
-            DisagreementError: A rank of the sequence makes a different call; raised on all of its ranks.
-            CommunicationError: A rank of the sequence does not make the call.
+            DisagreementError: A rank of the sequence makes a different call; raised on all ranks of the sequence.
+            CommunicationError: A rank of the sequence does not join the gather.
         """
         shape = (self.rows, self.tokens, *shard.shape[2:])
         call = f"gather of whole {self.name}, which all ranks must make"

@@ -289,7 +289,7 @@ def _as_slice(index: Any, size: int) -> slice | None:
 def _check_change(x: Any) -> None:
     """Raise InputError if a view or slice, or a tensor with views or slices, is changed in place.
 
-    The pieces do not share memory, so the change would not be visible in the others.
+    Views and slices do not share memory, so a change would affect only one of them.
     """
     if isinstance(x, WholeTensor) and (x.is_piece or any(piece() is not None for piece in x.pieces)):
         raise InputError(

@@ -1,9 +1,9 @@
 """DeepSpeed's shared-memory collective, a C++ op, and the lock file that guards its compilation.
 
-On a machine without GPUs, processes use this op for all-reduce. DeepSpeed compiles the op on first use. If several
-processes start together, one of them compiles, and the others wait until the lock file is removed. If the compiling
-process is interrupted, the lock file remains, and every later start would wait forever without a message. Therefore the
-lock file is checked before DeepSpeed starts.
+On a machine without GPUs, DeepSpeed's processes use the op for all-reduce. DeepSpeed compiles the op on first use. If
+several processes start together, one of them compiles, and the others wait until the lock file is removed. If the
+compiling process is interrupted, the lock file remains, and every later start would wait forever without a message.
+Therefore the lock file is checked before DeepSpeed starts.
 
 Compiled ops are stored in the Python environment for which they were compiled, regardless of the launcher.
 """
@@ -26,9 +26,9 @@ NEW_LOCK = 2.0  # seconds; the owner of a newer lock file may not have opened it
 
 
 def _use_environment() -> None:
-    """Make torch compile ops into the Python environment, if it is writable.
+    """Make torch compile ops into the Python environment's folder if the folder is writable.
 
-    torch's default folder is in the user's home directory, where other environments would overwrite these ops.
+    torch's default folder is in the user's home directory, where other environments would overwrite the compiled ops.
     """
     folder = Path(sys.prefix, "torch_extensions")
     if os.access(folder if folder.exists() else sys.prefix, os.W_OK):

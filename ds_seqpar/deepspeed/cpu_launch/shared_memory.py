@@ -41,7 +41,8 @@ def remove_left_behind(say: Callable[[str], None]) -> None:
 
 
 def unname() -> None:
-    """Remove the names of the files that this process has mapped. Call only after all ranks have mapped them.
+    """Remove the names of the files that this process has mapped. Call `unname` only after all ranks have mapped the
+    files.
 
     On systems other than Linux, nothing is removed.
     """
@@ -64,7 +65,8 @@ def _matching(files: Iterable[Path]) -> list[Path]:
 
 
 def remove_unheld(file: Path) -> int | None:
-    """Remove this user's file unless a process has the file open or mapped. Return its size in bytes, or None if kept.
+    """Remove this user's file unless a process has the file open or mapped. Return the size of the removed file in
+    bytes, or None.
 
     On systems other than Linux, the file is kept.
 

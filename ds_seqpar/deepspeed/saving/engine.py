@@ -190,7 +190,7 @@ class EngineCheckpoints:
         """Return the loop state for this rank, or None if the checkpoint has none.
 
         Raises:
-            ConfigError: This loop cannot resume from the saved state.
+            ConfigError: The training loop cannot resume from the saved state.
         """
         rank = self.engine.global_rank
         file = next((x for x in (_loop_file(folder, 0), _loop_file(folder, rank)) if x.exists()), None)
