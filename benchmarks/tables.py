@@ -39,7 +39,7 @@ def add(its: argparse.ArgumentParser, **options: object) -> None:
 
 
 def mode(description: str | None, modes: Mapping[str, Mode]) -> Mode:
-    """Return the mode named by the first word of the command line. The mode reads the remaining words."""
+    """Return the mode named by the first word of the command line. Each mode parses the remaining words itself."""
     if len(sys.argv) < 2 or sys.argv[1] not in modes:
         parser(description).parse_args(sys.argv[1:2])
         raise SystemExit(f"the first word must be one of {', '.join(modes)}")

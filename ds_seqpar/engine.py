@@ -46,7 +46,7 @@ Config = str | Path | Mapping[str, Any]
 # arguments of deepspeed.initialize that affect neither groups nor samples nor gradients
 PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
 DATA = ("training_data", "collate_fn")
-JSON, ARGUMENTS = "DeepSpeed JSON", "arguments"  # names of what ranks compare
+JSON, ARGUMENTS = "DeepSpeed JSON", "arguments"  # names of the values that ranks compare
 # argument -> the reason for refusing it
 REFUSED_ARGUMENTS = {
     "mpu": "whose groups change the gradient scale; leave it out",

@@ -41,7 +41,7 @@ class ModelPatcher(Protocol):
         """Return the SequenceParallel that a model is patched with, or None."""
 
     def packing(self, model: Any) -> Packing:
-        """Return the Packing of a patched model."""
+        """Return an object with the model-specific functions that packs use."""
 
     def patch_attention(self, model: Any, sp: Any) -> Any:
         """Make the model compute attention through `sp`, and return the model."""
@@ -68,9 +68,7 @@ class Packing(Protocol):
         """
 
     def media_of(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a sample that have no entry per token. Raise an error if the model rejects the
-        inputs.
-        """
+        """Return the inputs of a sample that have no entry per token. Raise an error for unsupported inputs."""
 
     def positions_of(self, document: Mapping[str, Any]) -> Any:
         """Return the positions of a document's tokens, int64 (axes, 1, tokens). The first axis counts the tokens."""

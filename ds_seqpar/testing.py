@@ -296,7 +296,7 @@ def _advance(walk: Walk) -> bool:
         instruction = walk.program.code[walk.at]
         if isinstance(instruction, Wait):
             receives = walk.tickets[instruction.ticket]
-            assert isinstance(receives, _Receives)  # of a _VirtualComm
+            assert isinstance(receives, _Receives)  # a _VirtualComm returned the handle
             if not receives.ready():
                 break
         walk.advance()

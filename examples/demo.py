@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "ds_configs"
-# environment that hides all GPUs from torch and DeepSpeed, if torch has not looked for one yet
+# environment that hides all GPUs from torch and DeepSpeed; must be set before torch looks for GPUs
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 # run in a separate process: one that has used CUDA keeps memory on a GPU. Flash attention needs capability 8.0 (Ampere)
 COUNT = """

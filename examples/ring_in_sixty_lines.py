@@ -61,7 +61,7 @@ class RingAttention(torch.autograd.Function):
         for step in range(size):
             hop = Hop(kv) if step < size - 1 else None  # in transit during the product
             scores = scores_of(q, kv[0], rank, (rank - step) % size)
-            # the softmax result so far is a weighted mean of those over earlier keys and over this block's keys
+            # attention over all keys so far is a weighted mean of attention over earlier keys and over this block
             lse_before, lse = lse, torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))
             out = out * (lse_before - lse).exp() + torch.einsum("bqhk,bkhd->bqhd", (scores - lse).exp(), kv[1])
             kv = hop.wait() if hop else kv

@@ -109,7 +109,9 @@ graph_task = private("torch:_C._current_graph_task_id", _BACKWARD)  # below 0 ou
 autograd_node = private("torch:_C._current_autograd_node", _BACKWARD)
 next_node = private("torch:_C._autograd._get_sequence_nr", _BACKWARD)  # sequence number of this thread's next node
 _number = attribute("torch:_C._FunctionBase._sequence_nr", _BACKWARD)
-after_backward = private("torch.autograd:Variable._execution_engine.queue_callback", _BACKWARD)  # of the graph task
+after_backward = private(
+    "torch.autograd:Variable._execution_engine.queue_callback", _BACKWARD
+)  # runs at the end of the graph task
 without_dispatch_modes = private("torch:_C._DisableTorchDispatch", "a comparison of ranks inside a checkpoint")
 dispatch_modes = private("torch:_C._len_torch_dispatch_stack", "attention inside a selective checkpoint")
 in_torch_func = private("torch:_C._are_functorch_transforms_active", "the refusal of torch.func's transforms")
@@ -187,7 +189,7 @@ def flash_attn_3_function(direction: str) -> Callable[..., Any]:
 
 _GROUPS = "sequence parallelism's process groups"
 default_group = private("torch.distributed.distributed_c10d:_get_default_group", _GROUPS)
-Future = private("torch:_C.Future", "the watchdog")  # the class of what Work.get_future() returns
+Future = private("torch:_C.Future", "the watchdog")  # class of the result of Work.get_future()
 default_store = private("torch.distributed.distributed_c10d:_get_default_store", _GROUPS)
 _world = private("torch.distributed.distributed_c10d:_world", _GROUPS)
 _known_groups = attribute("torch.distributed.distributed_c10d:_World.pg_map", _GROUPS)

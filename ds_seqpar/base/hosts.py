@@ -103,8 +103,8 @@ class Host(NamedTuple):
     name: str  # from `host_name`
     device: str  # the accelerator's name, "" for none
     cores: tuple[int, ...]  # cores that this rank may use
-    memory: int  # of the whole host, in bytes
-    device_memory: int = 0  # of the accelerator, in bytes; 0 for none
+    memory: int  # bytes of host memory
+    device_memory: int = 0  # bytes of accelerator memory; 0 for none
 
 
 def host_name() -> str:

@@ -402,7 +402,7 @@ class FlashAttn(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         function, lengths = self.function("backward", call)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        deterministic = torch.are_deterministic_algorithms_enabled()  # as in torch's own flash attention
+        deterministic = torch.are_deterministic_algorithms_enabled()  # same as in torch's own flash attention
         function(do, q, k, v, out, lse, *grads, *lengths, deterministic=deterministic, **self.keywords(call))
         return grads
 

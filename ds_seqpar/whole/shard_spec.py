@@ -27,8 +27,8 @@ class ShardSpec:
 
     sp: Sharding
     rows: int
-    tokens: int  # of each row
-    placement: BatchLayout | None  # of the batch
+    tokens: int  # tokens per row
+    placement: BatchLayout | None  # placement of the batch
     name: str  # name of the tensor in messages
     key: Hashable  # equal if ranks hold the same tokens of a row; if joined, of all rows
     narrowed_from: tuple[ShardSpec, range, Chosen] | None = None  # (wider spec, selected rows, selected tokens)
