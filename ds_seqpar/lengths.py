@@ -64,7 +64,7 @@ class Rows:
 
 
 class StepDealer:
-    """Arranges the samples of each optimizer step in packs for this group.
+    """Creates this group's packs from the samples of each optimizer step.
 
     Construction and each step are collective over the world.
 

@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def samples(kind: str, times: int = 1, scale: int = 1, count: int = 0) -> list[int]:
-    """Return the tokens of a step's samples, shuffled.
+    """Return the lengths of a step's samples in random order.
 
     Between quantiles, lengths grow geometrically, or linearly for the kind "uniform".
 

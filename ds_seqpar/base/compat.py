@@ -109,9 +109,7 @@ graph_task = private("torch:_C._current_graph_task_id", _BACKWARD)  # below 0 ou
 autograd_node = private("torch:_C._current_autograd_node", _BACKWARD)
 next_node = private("torch:_C._autograd._get_sequence_nr", _BACKWARD)  # sequence number of this thread's next node
 _number = attribute("torch:_C._FunctionBase._sequence_nr", _BACKWARD)
-after_backward = private(
-    "torch.autograd:Variable._execution_engine.queue_callback", _BACKWARD
-)  # runs at the end of the graph task
+after_backward = private("torch.autograd:Variable._execution_engine.queue_callback", _BACKWARD)  # per graph task
 without_dispatch_modes = private("torch:_C._DisableTorchDispatch", "a comparison of ranks inside a checkpoint")
 dispatch_modes = private("torch:_C._len_torch_dispatch_stack", "attention inside a selective checkpoint")
 in_torch_func = private("torch:_C._are_functorch_transforms_active", "the refusal of torch.func's transforms")

@@ -1,4 +1,4 @@
-"""Labels of this library in torch.profiler, free of cost while no profiler is on."""
+"""Labels of this library in torch.profiler, without overhead while no profiler is on."""
 
 from __future__ import annotations
 
