@@ -69,7 +69,7 @@ def initialize(
 ) -> tuple:
     """Prepare a model for sequence-parallel training under DeepSpeed, in place of `deepspeed.initialize`.
 
-    Collective over the world. A single process without a launcher, for example in a notebook, becomes a world of one
+    Collective over all ranks. A single process without a launcher, for example in a notebook, becomes a world of one
     rank.
 
     Args:

@@ -66,7 +66,7 @@ class Rows:
 class StepDealer:
     """Creates this group's packs from the samples of each optimizer step.
 
-    Construction and each step are collective over the world.
+    Construction and each step are collective over all ranks.
 
     Args:
         sp: The SequenceParallel.
@@ -206,7 +206,7 @@ class StepDealer:
             del known[next(iter(known))]
 
     def _say_once(self, dealt: Dealt, costs: Sequence[float], shared: Sequence[tuple[int, ...]]) -> None:
-        """Log the load balance of the first step and the bytes that ranks receive. Collective over the world.
+        """Log the load balance of the first step and the bytes that ranks receive. Collective over all ranks.
 
         Args:
             dealt: The packs of the step.
@@ -299,7 +299,7 @@ def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
 
 
 def _runtime(sp: Any, ulysses: int) -> Runtime:
-    """Create a runtime with another Ulysses size and its own process groups. Collective over the world."""
+    """Create a runtime with another Ulysses size and its own process groups. Collective over all ranks."""
     config, rank, world = dataclasses.replace(sp.config, ulysses=ulysses), dist.get_rank(), sp.control_world
     topology = config.topology(world.size())
     with explaining_failure("making process groups", world):

@@ -66,7 +66,7 @@ class SequenceParallel:
         error: The error that left this rank without a config; all ranks raise it.
 
     Raises:
-        ConfigError: The settings are invalid on one rank; raised on every rank. Collective over the world.
+        ConfigError: The settings are invalid on one rank; raised on every rank. Collective over all ranks.
 
     Attributes:
         config (SequenceParallelConfig): The settings, with every `"auto"` resolved.
@@ -145,7 +145,7 @@ class SequenceParallel:
     def device_mesh(self) -> DeviceMesh:
         """All ranks of the job as a torch DeviceMesh with the dims "dp", "cp" and "ulysses", for example for FSDP2.
 
-        The "cp" and "ulysses" dims use attention's process groups. The first access is collective over the world.
+        The "cp" and "ulysses" dims use attention's process groups. The first access is collective over all ranks.
 
         Raises:
             ConfigError: The setting `rank_order` is neither "auto" nor the order that "auto" selects.
@@ -408,7 +408,7 @@ class SequenceParallel:
         """Return this rank's tokens of each micro-batch of an optimizer step.
 
         Without DeepSpeed, call `(loss / len(microbatches)).backward()`. See `data.batches.shard_microbatches` for the
-        contents of the result. Collective over the world.
+        contents of the result. Collective over all ranks.
 
         Args:
             microbatches: All micro-batches of the step, identical on all ranks that share a sequence. Each micro-batch
@@ -463,7 +463,7 @@ class SequenceParallel:
 
         Batches are whole and on the CPU. `IterableDataset`, workers and torchdata's StatefulDataLoader are supported.
         With `set_epoch`, `state_dict` and `load_state_dict`, a run resumes in the middle of an epoch. Constructing the
-        loader and fetching each batch are collective over the world. With an Accelerator, use
+        loader and fetching each batch are collective over all ranks. With an Accelerator, use
         `hf_integration.prepare_loader`.
 
         Args:
@@ -483,7 +483,7 @@ class SequenceParallel:
 
     @functools.cached_property
     def step_dealer(self) -> StepDealer:
-        """The object that arranges a step's samples in packs. The first access is collective over the world."""
+        """The object that arranges a step's samples in packs. The first access is collective over all ranks."""
         from .lengths import StepDealer
 
         return StepDealer(self)
@@ -584,7 +584,7 @@ class SequenceParallel:
         """Return the loss of an optimizer step, which is the mean of the model's losses over all ranks and
         micro-batches.
 
-        The loss of a batch from `shard_batches` is only this rank's share. Collective over the world.
+        The loss of a batch from `shard_batches` is only this rank's share. Collective over all ranks.
 
         Args:
             losses: One or more losses, each a floating-point tensor with one element.

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/reward_loop.py --size 2
 
-Heads other than a causal language model's receive the whole output of the base model. Therefore, transformers'
-ForSequenceClassification returns the score of each row on all ranks that share it.
+Heads other than a causal language model's receive the whole output of the base model. With these heads, transformers'
+ForSequenceClassification returns the score of each row on all ranks that share the row.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ layer's input, computes attention, and adds its part to the module's output. A s
 backward do the same. Keys and values are exchanged once for all head chunks, as in the paper with GQA. Each head chunk
 takes the same number of query heads from every group that shares a key/value head.
 
-The authors of UPipe save what attention's backward needs, while the checkpoints in this module recompute attention.
-Memory is therefore comparable with UPipe, but time is not.
+The authors of UPipe save what attention's backward needs, while the checkpoints in this module recompute attention. The
+memory of this benchmark is therefore comparable with UPipe's, but not its time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Implementation of `deepspeed --module ds_seqpar tune`, which measures a training step of the best plans.
 
-The measurement runs the real engine and a randomly initialized model on the available ranks. The fastest plan is then
-measured with every other attention kernel.
+The measurement runs the real engine and a randomly initialized model on the available ranks. Finally, the fastest plan
+is measured with every other attention kernel.
 """
 
 from __future__ import annotations

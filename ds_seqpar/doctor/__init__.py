@@ -40,7 +40,7 @@ def examined(job: Job, progress: Callable[[str], object]) -> list[Finding]:
 
 
 def require_sound(sp: SequenceParallel, model: Any, content: Mapping[str, Any], loader: Any = None) -> None:
-    """Run the quick checks before training, and print their table on rank 0. Collective over the world.
+    """Run the quick checks before training, and print their table on rank 0. Collective over all ranks.
 
     Args:
         sp: The SequenceParallel to train with.

@@ -84,7 +84,7 @@ Check = Callable[[Job], Sequence[Finding] | Generator[Any, list[Any], Sequence[F
 
 
 def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[str], object]) -> list[Finding]:
-    """Run checks and return the combined findings of all ranks, the same on each rank. Collective over the world.
+    """Run checks and return the combined findings of all ranks, the same on each rank. Collective over all ranks.
 
     Args:
         job: The job.

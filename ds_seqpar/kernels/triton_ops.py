@@ -93,8 +93,8 @@ def launch(
         kernel: The kernel.
         shape: The shape of the rows, including their width.
         tensors: All tensor arguments of the kernel.
-        strided: The tensors whose strides are passed, each with rows of the given width or one number per row. Other
-            tensors are contiguous.
+        strided: The tensors whose strides are passed, each with rows of the given width or one number per row. All
+            other tensors are contiguous.
     """
     *sizes, width = [1] * (5 - len(shape)) + list(shape)
     rows = sizes[0] * sizes[1] * sizes[2] * sizes[3]

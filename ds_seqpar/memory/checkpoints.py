@@ -2,8 +2,8 @@
 
 A checkpoint runs a function, frees the intermediate tensors, and runs the function again when gradients are needed.
 With replay, attention's forward pass and its communication run once per step (DistFlashAttn, section 3.3). Saved
-results are matched to attention calls by call order only. Therefore every kind of checkpoint is supported, and
-operations around attention may differ between both runs.
+results are matched to attention calls by call order only. Every kind of checkpoint is therefore supported, and
+operations around attention may differ between the two runs.
 """
 
 from __future__ import annotations

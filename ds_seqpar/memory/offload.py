@@ -2,9 +2,9 @@
 
 On CUDA, each direction has its own stream. At most `PENDING_COPIES` tensors stay on the device until their copies
 finish, and one tensor is prefetched ahead of the tensor in use. Host memory is pinned, and reused in every step. Host
-memory is allocated in pieces, since torch rounds pinned allocations up to powers of two. On CPUs, the same code copies
-into a pool without streams. On CPUs, copies save no memory, but tests can check that restored tensors equal the saved
-ones.
+memory is allocated in pieces, since torch rounds pinned allocations up to powers of two. On CPUs, tensors are copied
+into a similar pool without streams. These copies save no memory, but let tests check that restored tensors equal the
+saved ones.
 """
 
 from __future__ import annotations

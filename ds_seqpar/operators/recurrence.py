@@ -4,7 +4,7 @@ Each rank runs the layer's own function on each segment of its tokens, starting 
 linear in the initial state, so the rank adds the contribution of the true state afterwards. A run of tokens maps the
 previous state S to the next state M S + S'. Ranks exchange the maps of their runs (see `states`), and each rank
 combines the maps of all previous runs. Segments form the rows of a batch, padded on the left with zeros, for which the
-layers' functions keep a zero state. Functions therefore need no support for documents or several runs per rank.
+layers' functions keep a zero state. The layers' functions need no support for documents or several runs per rank.
 
 If configured, ranks first exchange heads: each Ulysses rank then processes some heads of all tokens of its CP rank.
 

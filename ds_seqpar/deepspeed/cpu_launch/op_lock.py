@@ -2,8 +2,8 @@
 
 On a machine without GPUs, DeepSpeed's processes use the op for all-reduce. DeepSpeed compiles the op on first use. If
 several processes start together, one of them compiles, and the others wait until the lock file is removed. If the
-compiling process is interrupted, the lock file remains, and every later start would wait forever without a message.
-Therefore the lock file is checked before DeepSpeed starts.
+compiling process is interrupted, the lock file remains, and every later start would wait forever without a message. To
+prevent such a hang, the lock file is checked before DeepSpeed starts.
 
 Compiled ops are stored in the Python environment for which they were compiled, regardless of the launcher.
 """
