@@ -1,10 +1,12 @@
-"""How a contender of a benchmark is spelled, and what it is then.
+"""The notation for contenders of a benchmark.
 
-ring   mesh=4,1,4   attention2d=4,4+overlap   u4/attention2d=2,2   u8/ring+layout=contiguous   u16   auto   deepspeed
+    ring   mesh=4,1,4   attention2d=4,4+overlap   u4/attention2d=2,2   u8/ring+layout=contiguous   u16
+    auto   deepspeed
 
-Ours is `uN`, SCHEDULE or `uN/SCHEDULE`, a shape after `=`, and any `+KEY=VALUE` of the "sequence_parallel" section.
-`auto` lets the planner choose all that nothing says, what spares memory too. Peers take settings of their own:
-`deepspeed` is DeepSpeed's Ulysses, in a training step with its recipe for long sequences; `plain` is DeepSpeed alone.
+Contenders of this library are written as `uN`, SCHEDULE or `uN/SCHEDULE`, with the schedule's shape after `=`, and any
+`+KEY=VALUE` of the "sequence_parallel" section. With `auto`, the planner chooses all remaining settings, including
+those that save memory. Peers have their own settings: `deepspeed` is DeepSpeed's Ulysses (in a training step with its
+recipe for long sequences), and `plain` is DeepSpeed without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-# schedule -> the settings that its shape is, in order
+# schedule -> the settings that form its shape, in order
 SHAPES = {
     "ring": (),
     "triangle": ("strips",),
@@ -28,8 +30,13 @@ PEERS = ("deepspeed", "plain")
 
 
 class Spec(NamedTuple):
-    """name: as it was spelled. peer: whose it is, None where ours. section: our "sequence_parallel" section without
-    size; of a peer its own settings."""
+    """A parsed contender.
+
+    Attributes:
+        name: The original notation.
+        peer: The name of the peer; None for a contender of this library.
+        section: The "sequence_parallel" section without `size`; for a peer, its own settings.
+    """
 
     name: str
     peer: str | None
@@ -37,7 +44,7 @@ class Spec(NamedTuple):
 
 
 def parse(text: str) -> Spec:
-    """Raises ValueError for what is not spelled so, in a sentence."""
+    """Parse a contender. Raises ValueError for invalid notation."""
     base, *words = text.split("+")
     extra = dict(setting(word) if "=" in word else (word, True) for word in words)
     if base in PEERS:
@@ -52,7 +59,7 @@ def parse(text: str) -> Spec:
 
 
 def spec(text: str) -> Spec:
-    """`parse`, as the type of an argument of a command line."""
+    """Parse a contender as the type of a command-line argument."""
     try:
         return parse(text)
     except ValueError as reason:
@@ -60,13 +67,13 @@ def spec(text: str) -> Spec:
 
 
 def add(parser: argparse.ArgumentParser, *default: str) -> None:
-    """The argument `contenders` of a command line: a list of Spec."""
+    """Add the command-line argument `contenders`, a list of Spec."""
     parser.add_argument("contenders", nargs="*", metavar="CONTENDER", type=spec,
                         default=[parse(text) for text in default], help=f"default: {' '.join(default)}")  # fmt: skip
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """KEY=VALUE; a value is JSON or else a word."""
+    """Parse KEY=VALUE, where the value is JSON or a word."""
     name, _, value = text.partition("=")
     try:
         return name, json.loads(value)

@@ -1,4 +1,4 @@
-"""What all command lines share: options, Markdown tables on stdout, progress on stderr."""
+"""Helpers of all benchmark commands: options, Markdown tables on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from pathlib import Path
 from typing import TypeVar
 
 Mode = TypeVar("Mode")
-END = "<!-- end -->\n"  # of a table that a command writes into a page of the docs
+END = "<!-- end -->\n"  # end of a table that a command writes into the docs
 
 
 def parser(description: str | None, **options: object) -> argparse.ArgumentParser:
-    """One that shows the description as it is written. options: their defaults, as `add` takes them."""
+    """Create a parser that preserves the layout of the description. `options` are names and defaults for `add`."""
     its = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add(its, **options)
     return its
 
 
 def add(its: argparse.ArgumentParser, **options: object) -> None:
-    """Options by their defaults: a bool is --NAME or --no-NAME, a list takes several, a tuple is of words to choose
-    from, the first by default."""
+    """Add options with the given defaults.
+
+    A bool becomes --NAME and --no-NAME, a list accepts several values, and a tuple lists choices, starting with the
+    default.
+    """
     for name, default in options.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(default, bool):
@@ -36,7 +39,7 @@ def add(its: argparse.ArgumentParser, **options: object) -> None:
 
 
 def mode(description: str | None, modes: Mapping[str, Mode]) -> Mode:
-    """What the first word of the command line names; the other words, `sys.argv[2:]`, are for it."""
+    """Return the mode named by the first word of the command line. Each mode parses the remaining words itself."""
     if len(sys.argv) < 2 or sys.argv[1] not in modes:
         parser(description).parse_args(sys.argv[1:2])
         raise SystemExit(f"the first word must be one of {', '.join(modes)}")
@@ -44,7 +47,7 @@ def mode(description: str | None, modes: Mapping[str, Mode]) -> Mode:
 
 
 def line(cells: Iterable[object]) -> str:
-    """One row."""
+    """Format a table row."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -53,7 +56,7 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[object]] = ()) -> str:
 
 
 def head(*columns: str) -> None:
-    """Prints the first two lines of a table that takes long; `row` prints each of the others."""
+    """Print the first two lines of a table that is filled in slowly; `row` prints the remaining lines."""
     print(table(columns), flush=True)
 
 
@@ -62,23 +65,23 @@ def row(*cells: object) -> None:
 
 
 def below(page: Path, mark: str) -> str:
-    """Return what stands between the mark and the next END on a page of the docs."""
+    """Return the text between a mark and the next END on a docs page."""
     return page.read_text(encoding="utf-8").partition(mark)[2].partition(END)[0]
 
 
 def insert(page: Path, mark: str, text: str) -> None:
-    """Replace what stands between the mark and the next END on a page of the docs by this text."""
+    """Replace the text between a mark and the next END on a docs page."""
     before, mark, after = page.read_text(encoding="utf-8").partition(mark)
     page.write_text(before + mark + text + END + after.partition(END)[2], encoding="utf-8")
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """From the least to the greatest."""
+    """Format the range from the minimum to the maximum."""
     return f"{min(values):.{digits}f}-{max(values):.{digits}f}"
 
 
 def middle(values: Sequence[float], unit: float, form: str) -> list[str]:
-    """Two cells: the median, and the quartiles around it."""
+    """Return two table cells: the median, and the quartiles."""
     if not values:
         return ["-", "-"]
     low, median, high = (value * unit for value in statistics.quantiles(values, n=4, method="inclusive"))
@@ -86,5 +89,5 @@ def middle(values: Sequence[float], unit: float, form: str) -> list[str]:
 
 
 def say(text: str) -> None:
-    """Tells whoever watches how far it is."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Contenders take turns, so that a noisy machine is noisy for all of them."""
+"""Time contenders in turns, so that a noisy machine affects all of them equally."""
 
 from __future__ import annotations
 
@@ -10,43 +10,48 @@ import torch
 import torch.distributed as dist
 
 Step = Callable[[], object]
-Clock = Callable[[Step], float]  # makes a step, and returns its seconds
+Clock = Callable[[Step], float]  # runs a step, and returns its seconds
 
 
 def order(count: int, turn: int) -> list[int]:
-    """All contenders: another one is first in every round, and every other round goes backwards."""
+    """Return the order of contenders in a round: each round starts with a different one, and every other round is
+    reversed.
+    """
     found = [(i + turn) % count for i in range(count)]
     return found[::-1] if turn % 2 else found
 
 
 def slowest(seconds: float, device: str = "cpu") -> float:
-    """The greatest over all ranks; collective."""
+    """Return the maximum of a time over all ranks. Collective."""
     found = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.item()
 
 
 def wall(step: Step, read: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds until the step returns: on a GPU, those of the host alone. read: gives the time."""
+    """Return the seconds until the step returns; on a GPU, host time only. `read` returns the time."""
     began = read()
     step()
     return read() - began
 
 
 def settle(device: str) -> None:
-    """Waits for all that the device has to do."""
+    """Wait until the device is idle."""
     torch.get_device_module(device).synchronize()
 
 
 def together(device: str = "cpu") -> Clock:
-    """All ranks begin together, and the slowest one's seconds count. All ranks make the same steps."""
+    """Return a clock that starts all ranks together and times the slowest rank. All ranks must run the same steps."""
 
     return lambda step: (dist.barrier(), slowest(until_done(device)(step), device))[1]
 
 
 def of_device(device: str, cover: int = 2**30) -> Clock:
-    """Seconds of the device, by events. While it clears `cover` bytes the host runs ahead and launches the step, whose
-    time is then that of its kernels; the caches are cold. Of a CPU: `wall`."""
+    """Return a clock of device time, based on events; on a CPU, `wall`.
+
+    While the device clears `cover` bytes, the host launches the step. The measured time therefore covers only the
+    kernels, with cold caches.
+    """
     if device == "cpu":
         return wall
     module, cleared = torch.get_device_module(device), torch.empty(cover, dtype=torch.uint8, device=device)
@@ -64,20 +69,22 @@ def of_device(device: str, cover: int = 2**30) -> Clock:
 
 
 def of_host(device: str) -> Clock:
-    """Seconds that the host works to launch a step, on a device that has nothing else to do."""
+    """Return a clock of the host time to launch a step on an idle device."""
     return lambda step: (settle(device), wall(step), settle(device))[1]
 
 
 def until_done(device: str) -> Clock:
-    """Seconds until the device is done with a step."""
+    """Return a clock of the time until the device has finished a step."""
     return lambda step: (settle(device), wall(lambda: (step(), settle(device))))[1]
 
 
 def in_turns(
     steps: Mapping[str, Step], rounds: int, clock: Clock = wall, warm: int = 1, seconds: float = math.inf
 ) -> dict[str, list[float]]:
-    """Seconds of each step in each round, after `warm` rounds that do not count. seconds: after which no round begins
-    any more, but for the first two."""
+    """Return the seconds of each step in each round, after `warm` untimed rounds.
+
+    No round starts after `seconds` have passed, except the first two.
+    """
     names, found = list(steps), {name: [] for name in steps}
     until = time.perf_counter() + seconds
     for turn in range(-warm, rounds):

@@ -1,4 +1,4 @@
-"""Exact sequence parallel attention for DeepSpeed: Ulysses around any schedule, as settings of one engine."""
+"""Exact sequence-parallel attention for DeepSpeed: Ulysses combined with any schedule, configured by settings."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import an export of the package on first use, so that commands that only plan do not import torch."""
+    """Import a public name of the package on first use, so that planning commands do not import torch."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = exported = getattr(importlib.import_module(f".{HOMES[name]}", __name__), name)

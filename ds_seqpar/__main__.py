@@ -1,4 +1,4 @@
-"""`python -m ds_seqpar`: see `ds_seqpar.cli`."""
+"""Entry point of `python -m ds_seqpar`; see `ds_seqpar.cli`."""
 
 import sys
 

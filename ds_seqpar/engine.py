@@ -1,7 +1,7 @@
-"""Prepare a model for sequence parallel training, and return a DeepSpeed engine.
+"""Prepare a model for sequence-parallel training, and return a DeepSpeed engine.
 
-DeepSpeed is given no mpu. For ZeRO every rank is a data parallel rank: at every stage it shards states and averages
-gradients over all ranks. `ds_seqpar.data.batches` divides the loss so that this average is right.
+DeepSpeed receives no mpu, so ZeRO treats every rank as a data-parallel rank: at every stage, ZeRO shards states and
+averages gradients over all ranks. `ds_seqpar.data.batches` scales the loss so that the average over ranks is correct.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from .planning import Job
 
 Config = str | Path | Mapping[str, Any]
-# arguments of deepspeed.initialize that change neither groups nor samples nor gradients
+# arguments of deepspeed.initialize that affect neither groups nor samples nor gradients
 PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
 DATA = ("training_data", "collate_fn")
-JSON, ARGUMENTS = "DeepSpeed JSON", "arguments"  # what ranks compare, by name
-# argument -> why it is refused
+JSON, ARGUMENTS = "DeepSpeed JSON", "arguments"  # names of the values that ranks compare
+# argument -> the reason for refusing it
 REFUSED_ARGUMENTS = {
     "mpu": "whose groups change the gradient scale; leave it out",
     "mesh_param": f"whose groups change the gradient scale; leave it out and say {{'size': ...}} in \"{SECTION}\"",
 }
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")  # environment variables of DeepSpeed
-# those of launchers; without any of them the process is a job by itself
+# set by launchers; a process with none of these variables is a job of its own
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
@@ -67,34 +67,37 @@ def initialize(
     doctor: bool | None = None,
     **kwargs: Any,
 ) -> tuple:
-    """Prepare a model for sequence parallel training under DeepSpeed, in place of `deepspeed.initialize`.
+    """Prepare a model for sequence-parallel training under DeepSpeed, in place of `deepspeed.initialize`.
 
-    Collective over the world. A single process without a launcher, for example in a notebook, becomes a world of one
+    Collective over all ranks. A single process without a launcher, for example in a notebook, becomes a world of one
     rank.
 
     Args:
-        model: A transformers model, possibly inside a peft model or torch.compile; its attention is patched. Or a model
-            that calls `sp.attention` itself; then pass its SequenceParallel as `sequence_parallel`.
-        config: A DeepSpeed JSON's path or its dict, with a `"sequence_parallel"` section; default:
+        model: A transformers model, possibly inside a peft model or torch.compile; its attention is patched. A model
+            that calls `sp.attention` itself also works if its SequenceParallel is passed as `sequence_parallel`.
+        config: The path or dict of a DeepSpeed JSON with a `"sequence_parallel"` section; default:
             `args.deepspeed_config`. `train_batch_size` counts sequences.
         args: The arguments of a script started by DeepSpeed's launcher.
-        sequence_parallel: The SequenceParallel to train with; default: one made from the section, or the model's own.
-        check_loss: Whether to check the loss, at the latest in the first forward with labels. A causal language model
-            of transformers must return the sum of token losses on shift_labels, divided by num_items_in_batch. Use
-            False for a loss that differs on purpose.
-        doctor: Whether to examine the job for some seconds first; default: the section's setting.
-        **kwargs: optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and
-            dist_init_required (False: torch.distributed is already up) mean the same as there. training_data is a
-            map-style data set. Its dataloader is DeepSpeed's own, divided among groups as by `sp.loader`; collate_fn
-            makes its batches, which `sp.shard_batches` takes.
+        sequence_parallel: The SequenceParallel to train with; default: the SequenceParallel of a patched model, or a
+            new one with the section's settings.
+        check_loss: Whether to check the loss, at the latest in the first forward pass with labels. A causal language
+            model of transformers must return the sum of token losses on shift_labels, divided by num_items_in_batch.
+            Pass False if the loss differs intentionally.
+        doctor: Whether to examine the job for a few seconds first; default: the section's setting.
+        **kwargs: optimizer, model_parameters and lr_scheduler are passed to deepspeed.initialize. distributed_port and
+            dist_init_required have the same meaning as in deepspeed.initialize; dist_init_required=False declares that
+            torch.distributed is already initialized. training_data is a map-style data set: DeepSpeed creates its
+            dataloader, and groups receive different batches, as with `sp.loader`. collate_fn creates the batches to
+            pass to `sp.shard_batches`.
 
     Returns:
-        (engine, optimizer, dataloader, scheduler), as deepspeed.initialize does. `engine.sequence_parallel` is the
+        (engine, optimizer, dataloader, scheduler), like deepspeed.initialize. `engine.sequence_parallel` is the
         SequenceParallel in use.
 
     Raises:
-        ConfigError: Something would break the gradient contract: other arguments, pipeline modules, JSON keys in
-            `config.deepspeed_json.REFUSED`, anything that DeepSpeed itself refuses, or a finding of the doctor.
+        ConfigError: The job would compute wrong gradients or cannot run. Reasons are unsupported arguments, pipeline
+            modules, JSON keys in `ds_seqpar.deepspeed.config.REFUSED`, any configuration that DeepSpeed refuses, and
+            problems found by the doctor.
 
     Examples:
         >>> engine, *_ = ds_seqpar.initialize(model=model, config="ds_config.json")
@@ -102,7 +105,7 @@ def initialize(
         ...     engine.backward(engine(**batch).loss)
         ...     engine.step()
     """
-    # an iterator can be read once
+    # lists, since an iterator can be read only once
     passed = {name: list(x) if isinstance(x := kwargs[name], Iterator) else x for name in PASSED_ON if name in kwargs}
     json, error = DeepSpeedJson({}, ""), None
     try:
@@ -112,7 +115,7 @@ def initialize(
         json.check_auto()
         json.check()
     except ConfigError as reason:
-        error = reason  # all ranks raise it together: their configurations may differ
+        error = reason  # raised later by all ranks together, since their configurations may differ
     start(kwargs.get("distributed_port"), kwargs.get("dist_init_required"))
     sp = _shared_model(model, json, sequence_parallel, {**passed, "check_loss": check_loss}, error or launcher_error())
     _check_model(model, sp, check_loss)
@@ -127,13 +130,13 @@ def initialize(
 def _shared_model(
     model: torch.nn.Module, json: DeepSpeedJson, sp: SequenceParallel | None, given: dict, error: ConfigError | None
 ) -> SequenceParallel:
-    """Agree with all ranks on the model to train, and let it share sequences."""
+    """Agree with all ranks on the model to train, and set the model up to share sequences."""
     compare = functools.partial(assert_same_training, json=json, given=given, model=model, call="initialize")
     return prepare_model(model, {} if error else json.section, sp, error, lambda: job_of(json), compare)
 
 
 def _check_model(model: torch.nn.Module, sp: SequenceParallel, check_loss: bool) -> None:
-    """Check the loss before DeepSpeed receives the model, and check gradients from now on."""
+    """Check the loss before DeepSpeed receives the model, and start checking gradients."""
     if (patcher := patcher_of_class(model)) is not None:
         patcher.check_function(model, sp) if check_loss else patcher.trust_loss(model)
     if _is_own(model) and sp.finite is not None:
@@ -141,13 +144,13 @@ def _check_model(model: torch.nn.Module, sp: SequenceParallel, check_loss: bool)
 
 
 def _is_own(model: torch.nn.Module) -> bool:
-    """Whether a model calls sp.attention itself."""
+    """Return whether a model calls sp.attention itself."""
     patcher = patcher_of_class(model)
     return patcher is None or patcher.patched_with(model) is None
 
 
 def _examine(model: torch.nn.Module, sp: SequenceParallel, json: DeepSpeedJson, doctor: bool | None) -> None:
-    """Let the doctor examine the job if the argument, or by default the section, says so."""
+    """Run the doctor if the argument, or by default the section, requests it."""
     doctor = sp.config.doctor if doctor is None else bool(doctor)
     assert_ranks_agree(sp.control_world, ARGUMENTS, {"doctor": doctor}, call="initialize")
     if doctor:
@@ -159,8 +162,8 @@ def _examine(model: torch.nn.Module, sp: SequenceParallel, json: DeepSpeedJson, 
 def _deepspeed_engine(
     model: torch.nn.Module, sp: SequenceParallel, json: DeepSpeedJson, args: Any, passed: Mapping[str, Any]
 ) -> tuple:
-    """Call deepspeed.initialize with the JSON that DeepSpeed needs."""
-    import deepspeed  # takes seconds: only those who train wait for it
+    """Call deepspeed.initialize with the adapted JSON."""
+    import deepspeed  # takes seconds to import, so import only to train
 
     own_args, content = _without_config(args), json.for_deepspeed(sp.size, sp.data_size)
     returned = deepspeed.initialize(args=own_args, model=model, config=content, **passed)
@@ -172,8 +175,13 @@ def _deepspeed_engine(
 
 
 def hook_engine(engine: Any, sp: SequenceParallel, of_loop: bool) -> None:
-    """Let an engine count sequences, save whole checkpoints, drop gradients after a ZeRO-3 step and, if `check_finite`
-    is set, check its steps. A second call does nothing. of_loop: as for `EngineCheckpoints`.
+    """Install hooks on an engine. A second call does nothing.
+
+    The hooks count sequences, save whole checkpoints, drop gradients after a ZeRO-3 step and, if `check_finite` is set,
+    check the engine's steps.
+
+    Args:
+        of_loop: Same as in `EngineCheckpoints`.
     """
     if sp.finite is not None:
         hooks_of(engine).install(FINITE, **sp.finite.around_engine(engine, sp.control_world))
@@ -192,9 +200,7 @@ def _step_and_forget(engine: Any, step: Callable, *args: Any, **kwargs: Any) -> 
 
 
 def _check_first_step(engine: Any, model: torch.nn.Module, sp: SequenceParallel, check_loss: bool) -> None:
-    """Check what only training shows: the loss of the first forward, and at the first step, that the model has used the
-    sharded tensors.
-    """
+    """Check the loss in the first forward pass and, at the first step, that the model has used the sharded tensors."""
     if check_loss and (patcher := patcher_of_class(model)) is not None:
         patcher.check_engine(engine, sp)
     if not _is_own(model):
@@ -211,15 +217,14 @@ def _check_first_step(engine: Any, model: torch.nn.Module, sp: SequenceParallel,
 
 
 def _deal_data(engine: Any, sp: SequenceParallel, data: Any, collate: Any) -> None:
-    """Give an engine the dataloader of training_data, divided among groups."""
+    """Set an engine's dataloader to one for training_data, divided among groups."""
     if data is not None:
         loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
         engine.training_dataloader = Loader(sp.sharding, loader)
 
 
 def deepspeed_config(config: Config, sp: SequenceParallel) -> dict[str, Any]:
-    """Return the JSON that DeepSpeed needs, for callers that need it before `initialize` (zero.Init,
-    HfDeepSpeedConfig).
+    """Return the JSON to pass to DeepSpeed, for code that needs it before `initialize` (zero.Init, HfDeepSpeedConfig).
 
     DeepSpeed counts a sequence once per rank, so `train_batch_size` (sequences) is multiplied by the SP size.
 
@@ -227,13 +232,13 @@ def deepspeed_config(config: Config, sp: SequenceParallel) -> dict[str, Any]:
         ConfigError: The three batch settings are inconsistent, or are left to the HuggingFace Trainer.
     """
     json = DeepSpeedJson.read(config)
-    _ = json.section  # which raises where it is misspelt
+    _ = json.section  # raises if the section is misspelled
     json.check_auto()
     return json.for_deepspeed(sp.size, sp.data_size)
 
 
 def _read_config(config: Config | None, args: argparse.Namespace | None, kwargs: dict[str, Any]) -> DeepSpeedJson:
-    """Read the DeepSpeed configuration from the one of several arguments that contains it."""
+    """Read the DeepSpeed configuration from the only argument that contains one."""
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -246,7 +251,7 @@ def _read_config(config: Config | None, args: argparse.Namespace | None, kwargs:
 
 
 def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | None:
-    """Copy args without deepspeed_config, which DeepSpeed would take as a second configuration."""
+    """Copy args without deepspeed_config, which DeepSpeed would read as a second configuration."""
     args = copy.copy(args)
     if args is not None and getattr(args, "deepspeed_config", None):
         args.deepspeed_config = None
@@ -254,7 +259,7 @@ def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | Non
 
 
 def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments of deepspeed.initialize that are refused or unknown here."""
+    """Raise ConfigError for refused or unknown arguments of deepspeed.initialize."""
     accepted = [*PASSED_ON, *DATA, "distributed_port", "dist_init_required"]
     for name, value in kwargs.items():
         if name in REFUSED_ARGUMENTS:
@@ -277,32 +282,33 @@ def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def start(distributed_port: int | None = None, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed and deepspeed.comm, unless they already are. A process without a launcher becomes a
-    job of one rank.
+    """Initialize torch.distributed and deepspeed.comm, unless they already are.
+
+    A process without a launcher becomes a job of one rank.
     """
     import deepspeed
 
     op_lock.prepare_start()
     if not dist.is_initialized() and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
-        set_device()  # DeepSpeed's launcher sets none, and communicators stay on the device that they are made on
+        set_device()  # not set by DeepSpeed's launcher; communicators stay on the device that is current at creation
     if not dist.is_initialized() and dist_init_required is not False and not os.environ.keys() & set(LAUNCHED):
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if dist.is_initialized() and (number := 0 if groups.all_ranks().size() == 1 else local_rank()) is not None:
-        os.environ.setdefault("LOCAL_RANK", str(number))  # DeepSpeed reads it there
+        os.environ.setdefault("LOCAL_RANK", str(number))  # read by DeepSpeed
     if dist.is_initialized() or dist_init_required is not False:
         port = {} if distributed_port is None else {"distributed_port": distributed_port}
         try:
             deepspeed.init_distributed(**port)
-        except ModuleNotFoundError as reason:  # where a variable is missing, DeepSpeed asks MPI
+        except ModuleNotFoundError as reason:  # if a variable is missing, DeepSpeed tries mpi4py
             raise launcher_error() or reason from None
         wait_at_exit()
 
 
 def launcher_error() -> ConfigError | None:
-    """Return the error for ranks without the variables that launchers set and DeepSpeed reads, or None."""
+    """Return an error if launcher variables that DeepSpeed reads are missing, or None."""
     missing = [name for name in NEEDED if name not in os.environ]
-    if dist.is_initialized():  # an engine reads one of these
+    if dist.is_initialized():  # an engine reads LOCAL_RANK only
         missing = ["LOCAL_RANK"] * (local_rank() is None)
     if not missing:
         return None
@@ -324,14 +330,14 @@ def prepare_model(
 
     Args:
         section: The `"sequence_parallel"` section.
-        given: A SequenceParallel that the caller made.
-        error: An error of this rank, which all ranks then raise.
-        job: Returns what the planner must know besides the model; called if the section requests a plan.
-        compare: Compares the ranks' other inputs, before any group is made except the one that it receives.
+        given: A SequenceParallel that the caller constructed.
+        error: An error of this rank; all ranks raise it.
+        job: Returns the planner's inputs except the model; called if the section requests a plan.
+        compare: Compares the ranks' other inputs over a given process group, before other groups are created.
 
     Raises:
-        ConfigError: On all ranks, if on one rank the model cannot be patched, or if `given` or the SequenceParallel
-            that the model is patched with has other settings than the section.
+        ConfigError: The model cannot be patched on one rank, or the section's settings differ from those of `given` or
+            of the SequenceParallel that the model is patched with. Raised on all ranks.
     """
     sp, config, patcher, job_with_model, base = None, None, patcher_if_known(model), None, unwrapped(model)
     try:
@@ -342,22 +348,24 @@ def prepare_model(
     except Exception as reason:  # a data set may raise anything
         error = error or as_seqpar_error("reading what is to be trained failed", reason)
     _agree_on_model(model, sp is None, error, compare)
-    shared_memory.unname()  # all ranks have initialized DeepSpeed, and so mapped the files
+    shared_memory.unname()  # all ranks have initialized DeepSpeed and mapped the files
     if patcher:
         if sp is None:
             sp = SequenceParallel(config, heads=patcher.heads(base), job=job_with_model)
         patcher.patch_attention(model, sp)
         if job is not None:
             advise_on_memory(base, sp, lambda base: patcher.job_of(base, job()))
-    assert sp is not None  # otherwise _given_or_patched_with has raised
+    assert sp is not None  # otherwise, _given_or_patched_with has raised
     return sp
 
 
 def _given_or_patched_with(
     model: torch.nn.Module, config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel | None
 ) -> SequenceParallel | None:
-    """Return `given`, or the SequenceParallel that the model is patched with; None if one must be made. Raises
-    ConfigError if it does not fit the model or the section.
+    """Return `given`, or the SequenceParallel that the model is patched with, or None if neither exists.
+
+    Raises:
+        ConfigError: The SequenceParallel does not match the model or the section.
     """
     sp = given
     if patcher := patcher_if_known(model) if given else required_patcher(model):
@@ -371,7 +379,7 @@ def _given_or_patched_with(
 
 
 def _check_no_tiles(config: SequenceParallelConfig) -> None:
-    """Raise ConfigError for tiles with a model that calls sp.attention itself: its MLPs and head are unknown."""
+    """Raise ConfigError for tile settings if the model calls sp.attention itself: its MLPs and head are unknown."""
     for name in ("mlp_tiles", "loss_tiles"):
         if (value := getattr(config, name)) != 1:
             raise ConfigError(
@@ -383,10 +391,10 @@ def _check_no_tiles(config: SequenceParallelConfig) -> None:
 def _agree_on_model(
     model: torch.nn.Module, to_make: bool, error: SeqParError | None, compare: Callable[[dist.ProcessGroup], None]
 ) -> None:
-    """Agree on the model's class and on whether to make groups, and call `compare`, before any rank makes or uses
+    """Agree on the model's class and on creating a SequenceParallel, and call `compare`, before any rank creates
     groups.
     """
-    with explaining_failure("initialize", groups.all_ranks()):  # which may make a group
+    with explaining_failure("initialize", groups.all_ranks()):  # may create a group
         world = groups.control_world(gloo_meets_hosts)
     value = {"model": type(unwrapped(model)).__name__, "sequence_parallel": "to be made" if to_make else "given"}
     try:
@@ -399,13 +407,13 @@ def _agree_on_model(
 def assert_same_training(
     group: dist.ProcessGroup, *, json: DeepSpeedJson | None, given: Mapping[str, Any], model: torch.nn.Module, call: str
 ) -> None:
-    """Raise DisagreementError on all ranks of a group unless all train with the same DeepSpeed JSON and arguments.
+    """Raise DisagreementError on all ranks of a group unless their DeepSpeed JSON and arguments are the same.
 
     Args:
-        group: The group of all ranks, for CPU tensors.
+        group: The group of all ranks for CPU tensors.
         json: The JSON that DeepSpeed receives; None without DeepSpeed.
         given: Optimizers, schedulers and other arguments, by their names in errors.
-        model: The model; its parameters must have the same shapes and the same frozen ones on all ranks.
+        model: The model. All ranks must have the same parameter shapes and the same frozen parameters.
         call: The user's call, for errors.
     """
     with together(group, "reading what is to be trained", JSON, call=call) as agreed:
@@ -415,9 +423,10 @@ def assert_same_training(
 
 
 def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
-    """Return the fields of arguments that ranks compare: a parameter's name in the model, shape and dtype, an
-    optimizer's groups, a scheduler's attributes, a function's defaults; for anything else except numbers and text, the
-    class.
+    """Return the fields of arguments that ranks compare.
+
+    A parameter is compared by its name in the model, shape and dtype; an optimizer by its groups; a scheduler by its
+    attributes; a function by its defaults. Numbers and text are compared by value, other objects by class.
     """
     names = {
         id(p): f"{name} {compat.whole_shape(p)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
@@ -430,7 +439,7 @@ def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
             return names.get(id(x)) or (x.item() if x.numel() == 1 and not x.is_meta else str(x.shape))
         if x is None or isinstance(x, bool | int | float | str):
             return x
-        if depth >= DEEPEST:  # as of what contains itself
+        if depth >= DEEPEST:  # for example, an object that contains itself
             return kind
         if isinstance(x, Mapping):
             return {str(name): inner(value) for name, value in x.items()}
@@ -452,7 +461,7 @@ def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
 
 
 def _check_same_settings(config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel) -> None:
-    """Raise ConfigError if a setting of the section differs from the SequenceParallel's."""
+    """Raise ConfigError if a setting of the section differs from that of the SequenceParallel."""
     for name in section:
         value = getattr(config, name)
         if value not in ("auto", getattr(given.config, name)):

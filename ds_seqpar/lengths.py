@@ -1,7 +1,7 @@
-"""Share by length: arrange the samples of an optimizer step as packs in which short samples are whole on a rank.
+"""Arrange the samples of an optimizer step in packs that keep short samples whole on one rank.
 
-All ranks read all samples of a step. So each rank deals them to groups and micro-batches in the same way, and no sample
-is sent. Nothing else depends on the dealing: losses are divided by the number of labels of the whole step.
+All ranks read all samples of a step and assign them to groups and micro-batches in the same way, so no sample is sent
+between ranks. The assignment affects only speed, because losses are divided by the number of labels of the whole step.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from .guards.interfaces import gloo_meets_hosts
 from .guards.waits import explaining_failure
 from .models import patcher_of_class
 
-REMEMBERED = 4096  # packs whose shards are known; others are as without packs
+REMEMBERED = 4096  # number of packs with remembered shards; other batches use the default shards
 CALL = "sp.packs"
 
 
 class Row(NamedTuple):
     """A sample without padding."""
 
-    tensors: dict[str, Tensor]  # by name, (1, its tokens, ...)
+    tensors: dict[str, Tensor]  # name -> tensor (1, tokens, ...)
     documents: tuple[int, ...]  # lengths
-    media: Mapping[str, Any] = {}  # what has no entry for each token, such as pictures
-    positions: Tensor | None = None  # (axes, 1, its tokens), of a sample with media
+    media: Mapping[str, Any] = {}  # inputs without an entry per token, such as pictures
+    positions: Tensor | None = None  # (axes, 1, tokens), for a sample with media
 
     @property
     def tokens(self) -> int:
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A collate_fn that makes one row of each sample, with the loader's own collate_fn."""
+    """A collate_fn that applies the loader's own collate_fn to each sample separately."""
 
     collate: Any
 
@@ -64,7 +64,9 @@ class Rows:
 
 
 class StepDealer:
-    """Makes this group's packs of the samples of an optimizer step. Collective over the world, as each step is.
+    """Creates this group's packs from the samples of each optimizer step.
+
+    Construction and each step are collective over all ranks.
 
     Args:
         sp: The SequenceParallel.
@@ -85,7 +87,7 @@ class StepDealer:
         self.cap = sp.config.tokens_per_rank * sp.size
         model = _model(sp)
         patcher, dtype = patcher_of_class(model), str(next(model.parameters()).dtype).removeprefix("torch.")
-        assert patcher is not None  # which has patched the model
+        assert patcher is not None  # since the model is patched
         self.packing = patcher.packing(model)
         self.costs = planning.costs_of_all(sp.control_world, sp.config, dtype, self.packing.job_of)
         self.sizes = sp.sharding.ulysses_sizes = _ulysses_sizes(sp, self.costs)
@@ -95,18 +97,18 @@ class StepDealer:
         self.has_said = False
 
     def packs(self, samples: Sequence[Any], error: SeqParError | None = None) -> list[dict[str, Any]]:
-        """Return this group's micro-batches of a step: whole batches of one row each, with the step's number of labels.
+        """Return this group's micro-batches of a step: whole batches of one row, with the step's number of labels.
 
         Args:
-            samples: The step's samples, in the same order on all ranks; each is a batch of one row.
-            error: This rank's error, which all ranks then raise.
+            samples: The step's samples, in the same order on all ranks; each sample is a batch of one row.
+            error: An error of this rank; all ranks raise it.
 
         Returns:
-            The micro-batches, the same number for each group. With their `num_items_in_batch`, the sum of their losses
-            is this group's part of the step's loss, times the number of groups.
+            The micro-batches, the same number for each group. With their `num_items_in_batch`, the sum of the losses is
+            this group's part of the step's loss, multiplied by the number of groups.
 
         Raises:
-            InputError: A sample is not a row of tokens, or is longer than a micro-batch; on all ranks.
+            InputError: A sample is not a row of tokens, or is longer than a micro-batch. Raised on all ranks.
             DisagreementError: Ranks have different samples.
         """
         sp, batches = self.sp, list[dict[str, Any]]()
@@ -133,7 +135,7 @@ class StepDealer:
         return [{**batch, "num_items_in_batch": items} for batch in batches]
 
     def _row(self, sample: Any) -> Row:
-        """Return a sample's tokens without padding. A label counts if a token of its document predicts it."""
+        """Return a sample without padding. Ignore the label of each document's first token, which no token predicts."""
         labels = labels_of(sample)
         if len(labels) != 1 or not isinstance(sample.get("input_ids"), Tensor):
             raise InputError(
@@ -165,7 +167,7 @@ class StepDealer:
         return Row(tensors, documents, media, positions)
 
     def _batch(self, pack: list[Row]) -> dict[str, Any]:
-        """Return a pack as a batch of one row. If ranks would have no tokens, it contains some that do not count."""
+        """Return a pack as a batch of one row, filled with ignored tokens if some ranks would hold none."""
         if (missing := self.sp.size - sum(row.tokens for row in pack)) > 0:
             pack = [*pack, _filler(pack, missing)]
         documents = tuple(length for row in pack for length in row.documents)
@@ -174,7 +176,7 @@ class StepDealer:
         return self._joined(pack, documents)
 
     def _batch_of_whole(self, packs: list[list[Row]]) -> dict[str, Any]:
-        """Return a batch of one row in which each rank has the documents of one pack."""
+        """Return a batch of one row in which each rank holds the documents of one pack."""
         all_rows = [row for pack in packs for row in pack]
         packs = [pack or [_filler(all_rows, 1)] for pack in packs]
         placed = Pack.of_whole([[length for row in pack for length in row.documents] for pack in packs])
@@ -194,7 +196,7 @@ class StepDealer:
 
     @property
     def _chooses(self) -> bool:
-        """Whether packs have their own shards; false if the mesh of the configured size has already been handed out."""
+        """Whether packs may choose their own shards. False if the device mesh is already in use."""
         return len(self.sizes) > 1 and "device_mesh" not in vars(self.sp)
 
     def _place(self, pack: Pack) -> None:
@@ -204,12 +206,12 @@ class StepDealer:
             del known[next(iter(known))]
 
     def _say_once(self, dealt: Dealt, costs: Sequence[float], shared: Sequence[tuple[int, ...]]) -> None:
-        """Log how evenly the first step's work is balanced, and how much ranks receive. Collective over the world.
+        """Log the load balance of the first step and the bytes that ranks receive. Collective over all ranks.
 
         Args:
             dealt: The packs of the step.
-            costs: Costs of its samples.
-            shared: The documents of each pack that this group shares.
+            costs: The cost of each sample.
+            shared: The documents of each pack that all ranks of this group share.
         """
         sp, cut, received = self.sp, 0, 0
         by_rank = [[*pack] for pack in zip(*dealt.whole[sp.data_rank], strict=True)] or [[]] * sp.size
@@ -236,7 +238,7 @@ class StepDealer:
 
 
 class PackLoader(Loader):
-    """This group's packs of each optimizer step. See `SequenceParallel.packs`."""
+    """A loader of this group's packs of each optimizer step. See `SequenceParallel.packs`."""
 
     def __init__(self, sp: Any, loader: Any, read_once: bool = False) -> None:
         self.dealer = sp.step_dealer
@@ -262,13 +264,13 @@ class PackLoader(Loader):
             yield [self._on_device(batch) for batch in self.dealer.packs(samples)]
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch on the device, except for inputs that locate documents, which the host reads."""
+        """Move a batch to the device, except for inputs that locate documents, which the host reads."""
         moved = {name: to_device(x, self.dealer.sp.device) for name, x in batch.items() if isinstance(x, Tensor)}
         return batch | {name: x for name, x in moved.items() if name not in READ}
 
 
 def _model(sp: Any) -> Any:
-    """Return the patched model whose sizes determine costs. Raises ConfigError if packs would give another loss."""
+    """Return the patched model, whose sizes determine costs. Raise ConfigError if packs would change its loss."""
     if (model := next(iter(sp.sharding.vocabularies), None)) is None:
         raise ConfigError(
             f"{CALL} counts what samples cost by the sizes of a patched model; got none, call share_sequences or "
@@ -283,7 +285,7 @@ def _model(sp: Any) -> Any:
 
 
 def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
-    """Return the Ulysses sizes that a pack may have; only the configured one if no other would fit."""
+    """Return the Ulysses sizes that packs may use; only the configured size if no other size is possible."""
     config, sizes = sp.config, [sp.config.ulysses]
     why = {
         "the settings give it": not sp.ulysses_is_free,
@@ -297,7 +299,7 @@ def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
 
 
 def _runtime(sp: Any, ulysses: int) -> Runtime:
-    """Return the runtime of calls with another Ulysses size. It has its own groups. Collective over the world."""
+    """Create a runtime with another Ulysses size and its own process groups. Collective over all ranks."""
     config, rank, world = dataclasses.replace(sp.config, ulysses=ulysses), dist.get_rank(), sp.control_world
     topology = config.topology(world.size())
     with explaining_failure("making process groups", world):
@@ -308,7 +310,7 @@ def _runtime(sp: Any, ulysses: int) -> Runtime:
 
 
 def _filler(pack: Sequence[Row], tokens: int) -> Row:
-    """Return a row of tokens that do not count, with the tensors of a pack."""
+    """Return a row of ignored tokens, with the same tensors as the rows of a pack."""
     filler = torch.zeros(1, tokens, dtype=torch.int64, device="cpu")
     kinds = pack[0].tensors if pack else {"input_ids": filler, "labels": filler}
     zeros = {name: x.new_zeros(1, tokens, *x.shape[2:]) for name, x in kinds.items()}

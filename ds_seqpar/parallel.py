@@ -1,4 +1,4 @@
-"""SequenceParallel: the object that user code holds, for attention and for moving data to and from shards."""
+"""SequenceParallel, the user-facing object for sharding data and computing attention."""
 
 from __future__ import annotations
 
@@ -49,37 +49,39 @@ if TYPE_CHECKING:
     from .planning import Job
 
 
-MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # how errors call it
+MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # the call's name in errors
 
 
 class SequenceParallel:
-    """Shard each sequence over `config.size` ranks. Construct it on every rank after init_process_group().
+    """Sequence parallelism over groups of `config.size` ranks.
 
-    `initialize`, `share_sequences` and the Trainer construct one. It is a context manager that closes it at the end.
+    Construct a SequenceParallel on every rank after init_process_group(). `initialize`, `share_sequences` and the
+    Trainer construct one internally. Used as a context manager, a SequenceParallel is closed on exit.
 
     Args:
-        config: The settings; default: all `"auto"`.
-        heads: The model's (query heads, key/value heads), which `ulysses="auto"` needs.
-        job: The job, for settings that are planned. `initialize` and the Trainer pass it themselves.
-        error: Why this rank has no config; all ranks then raise it.
+        config: The settings; default: `SequenceParallelConfig()`.
+        heads: The model's (query heads, key/value heads), required to resolve `ulysses="auto"`.
+        job: The training job that the planner uses to choose settings. `initialize` and the Trainer pass the job
+            themselves.
+        error: The error that left this rank without a config; all ranks raise it.
 
     Raises:
-        ConfigError: The settings do not fit on one rank; raised on every rank. Collective over the world.
+        ConfigError: The settings are invalid on one rank; raised on every rank. Collective over all ranks.
 
     Attributes:
         config (SequenceParallelConfig): The settings, with every `"auto"` resolved.
-        rank (int): This rank's number among the `size` ranks of its sequence.
+        rank (int): This rank's index among the `size` ranks that share its sequence.
         size (int): Number of ranks that share a sequence.
-        multiple (int): The number that must divide a sequence's length for all ranks to have the same number of tokens.
-        data_rank (int): The number of this rank's group, which determines the sequences that it works on.
-        data_size (int): The number of groups.
-        device (torch.device): The device of this rank's tensors: the device that the process has set, or the device
-            with its local rank, from the launcher.
-        topology (Topology): All ranks of the job as named axes.
-        sharding (Sharding): Which tokens each rank has; `shard`, `gather`, `place`, `position_ids` and
-            `sum_over_ranks` are its methods.
-        accumulation_steps (int | None): Micro-batches of an optimizer step, if known (`initialize` sets it). With None,
-            any number of micro-batches may be passed to `shard_batches`.
+        multiple (int): All ranks hold the same number of tokens if a sequence's length is a multiple of this number.
+        data_rank (int): Index of this rank's group, which selects the sequences that the group trains on.
+        data_size (int): Number of groups.
+        device (torch.device): The device of this rank's tensors: the process's current device if it has been set,
+            otherwise the device whose index is the launcher's local rank.
+        topology (Topology): All ranks of the job, arranged along named axes.
+        sharding (Sharding): The assignment of tokens to ranks; provides `shard`, `gather`, `place`, `position_ids` and
+            `sum_over_ranks`.
+        accumulation_steps (int | None): Micro-batches per optimizer step, set by `initialize`. If None, `shard_batches`
+            accepts any number of micro-batches.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class SequenceParallel:
                 "torch.distributed.init_process_group() or deepspeed.init_distributed() first"
             )
         device, no_device = _this_device()
-        with explaining_failure(MAKING, groups.all_ranks()):  # which may make a group
+        with explaining_failure(MAKING, groups.all_ranks()):  # may create a group
             self.device, world = device, groups.control_world(gloo_meets_hosts)
         try:
             self.config = _agreed(world, config, heads, job, device, error or no_device)
@@ -110,12 +112,12 @@ class SequenceParallel:
         rank = dist.get_rank()
         with explaining_failure("making process groups", world):
             created = groups.create(self.topology, rank, world, self.config.max_ctas, gloo_meets_hosts)
-            dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
+            dist.barrier(world)  # no rank frees a group, or exits, while others are still connecting
         bind_thread()
         self.comm = TorchComm(created, explaining_failure)
         ulysses_rank = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank)
-        self.runtimes = {self.runtime.size: self.runtime}  # by CP ranks: with other Ulysses sizes, those of packs
+        self.runtimes = {self.runtime.size: self.runtime}  # number of CP ranks -> runtime; packs may use other sizes
         self.ulysses_is_free = config is None or config.ulysses == "auto"
         self.checker = ConsistencyChecker(created, self.config.agreement)
         self.calls = Calls(self.checker)
@@ -141,28 +143,28 @@ class SequenceParallel:
 
     @functools.cached_property
     def device_mesh(self) -> DeviceMesh:
-        """All ranks of the job as torch's DeviceMesh with the dims "dp", "cp" and "ulysses", for FSDP2 and the like.
+        """All ranks of the job as a torch DeviceMesh with the dims "dp", "cp" and "ulysses", for example for FSDP2.
 
-        Its "cp" and "ulysses" dims use attention's process groups. The first access is collective over the world.
+        The "cp" and "ulysses" dims use attention's process groups. The first access is collective over all ranks.
 
         Raises:
-            ConfigError: The setting `rank_order` is neither "auto" nor the order of "auto".
+            ConfigError: The setting `rank_order` is neither "auto" nor the order that "auto" selects.
         """
         return groups.device_mesh(self.topology, self.groups, self.device)
 
     @property
     def control_world(self) -> dist.ProcessGroup:
-        """The process group of all ranks that carries CPU tensors."""
+        """The process group of all ranks for CPU tensors."""
         return self.groups.world
 
     def close(self) -> None:
-        """Free the process groups, with their threads and sockets. Communication afterwards raises ConfigError.
+        """Free the process groups with their threads and sockets. Communication after `close` raises ConfigError.
 
-        Without `close`, they are freed when nothing refers to the SequenceParallel any more: no patched model and no
-        pending backward pass. NCCL's communicators are freed only by `close`, which all ranks must then call.
+        Without `close`, the groups are freed when no patched model and no pending backward pass refers to the
+        SequenceParallel. NCCL communicators are freed only by `close`, which all ranks must call.
 
         Raises:
-            SeqParError: A pending comparison fails, or a device reports only now that a tensor was wrong.
+            SeqParError: A pending comparison of ranks fails, or the device reports an invalid tensor.
         """
         try:
             self.checker.flush(last=True)
@@ -173,10 +175,10 @@ class SequenceParallel:
                 cast(TorchComm, used.comm).groups.close()
 
     def bind_to_thread(self) -> None:
-        """Let the current thread communicate, instead of the thread that made the last SequenceParallel.
+        """Make the current thread the only thread of this process that may communicate.
 
-        Ranks could pair the calls of two threads wrongly. So one thread of a process communicates for all its
-        SequenceParallels. Call this on every rank, while no other thread is in a call that communicates.
+        By default, only the thread that constructed the last SequenceParallel may communicate, because ranks could
+        mismatch the calls of two threads. Call `bind_to_thread` on every rank while no other thread is communicating.
         """
         bind_thread()
 
@@ -203,32 +205,33 @@ class SequenceParallel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute exact attention over the whole sequence; each rank passes its local tokens.
 
-        Differentiable, once. Collective over the ranks that share the sequence, in backward too.
+        Double backward is not supported. Collective over the ranks that share the sequence, including the backward
+        pass.
 
         Args:
             q: Queries (batch, local_seq, heads, head_dim), of the dtype of k and v.
             k: Keys (batch, local_seq, kv_heads, head_dim). heads is a multiple of kv_heads: query head h reads
                 key/value head h * kv_heads // heads.
-            v: Values (batch, local_seq, kv_heads, v_dim). If v_dim differs from head_dim, the smaller is padded with
-                zeros, which are computed and sent.
-            causal: Whether a query sees no later position.
-            scale: Factor of the scores; default: head_dim ** -0.5.
-            mask: Which keys a query sees, by global position, instead of `causal`.
-            shards: Which runs of q and of k/v each CP rank holds, instead of the configured layout. q and k/v may have
-                different runs, and ranks different lengths.
-            softcap: Scores x become softcap * tanh(x / softcap) (Gemma 2).
-            sinks: Attention sinks (heads,), for all query heads on every rank: one extra logit per head, only in the
-                softmax denominator (gpt-oss). Sum their gradient over ranks.
-            return_lse: Whether to also return the log-sum-exp.
+            v: Values (batch, local_seq, kv_heads, v_dim). If v_dim and head_dim differ, the smaller one is padded with
+                zeros, which are computed and sent like any values.
+            causal: Whether each query sees only its own and earlier positions.
+            scale: Factor applied to the scores; default: head_dim ** -0.5.
+            mask: The keys that each query sees, by global position; replaces `causal`.
+            shards: The runs of q and k/v tokens that each CP rank holds, in place of the configured layout. The runs of
+                q and k/v may differ, and ranks may hold different numbers of tokens.
+            softcap: Soft bound of the scores: each score x becomes softcap * tanh(x / softcap) (Gemma 2).
+            sinks: Attention sinks (heads,): one extra logit per query head in the softmax denominator (gpt-oss). Every
+                rank passes the sinks of all heads; sum the gradient of the sinks over ranks.
+            return_lse: Whether to also return the log-sum-exp of the scores.
 
         Returns:
-            The output (batch, local_seq, heads, v_dim), 0 for a query that sees no key. With `return_lse`, also the
-            log-sum-exp of each row's scores, sink included: (batch, local_seq, heads) in fp32 (fp64 for fp64). It is
-            not differentiable: a gradient that reaches it raises InputError.
+            The output (batch, local_seq, heads, v_dim), 0 for queries that see no key. With `return_lse`, also the
+            log-sum-exp of each row's scores, including the sink: (batch, local_seq, heads) in fp32 (fp64 for fp64
+            inputs). The log-sum-exp is not differentiable: a gradient with respect to it raises InputError.
 
         Raises:
-            InputError, ConfigError, KernelError, DisagreementError: One rank's arguments do not fit; on all ranks,
-                before anything is sent.
+            InputError, ConfigError, KernelError, DisagreementError: The arguments of one rank are invalid. All ranks
+                raise the error before anything is sent.
 
         Examples:
             >>> q, k, v = (sp.shard(x, 1) for x in (q, k, v))  # whole tensors -> this rank's tokens
@@ -253,16 +256,17 @@ class SequenceParallel:
         sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute `attention` to the keys and values of a latent (MLA): head h has `latent @ expand[h]`, k before v.
+        """Compute `attention` with keys and values that are expanded from a latent (MLA).
 
-        The setting `latent_attention` determines whether ranks send the latent or the expanded keys and values.
+        For head h, `latent @ expand[h]` yields the keys followed by the values. The setting `latent_attention`
+        determines whether ranks send the latent or the expanded keys and values.
 
         Args:
             q: Queries (batch, local_seq, heads, head_dim).
-            latent: The tensor from which keys and values are expanded (batch, local_seq, width).
-            expand: The matrices (heads, width, head_dim + v_dim), for all heads on every rank. Sum their gradient over
-                ranks.
-            causal: As for `attention`; the other arguments, the result and the errors too.
+            latent: The latent (batch, local_seq, width) from which keys and values are expanded.
+            expand: The expansion matrices (heads, width, head_dim + v_dim) of all heads, passed on every rank. Sum the
+                gradient of `expand` over ranks.
+            causal: Same as in `attention`, like the remaining arguments, the result and the errors.
 
         Examples:
             >>> k, v = torch.einsum("bsr,hre->bshe", latent, expand).split([head_dim, v_dim], dim=-1)
@@ -277,14 +281,14 @@ class SequenceParallel:
         return self.operator_attention((q, *expanded(latent, expand, q.shape[-1])), options)
 
     def operator_attention(self, tensors: Sequence[Tensor], options: AttentionOptions) -> Any:
-        """Compute an operator in place of `attention`; it may take other tensors than q, k and v.
+        """Compute a custom operator, which may take tensors other than q, k and v.
 
         Args:
-            tensors: What `options.operator` takes (`core.runtime.operator`).
-            options: The operator and the other arguments.
+            tensors: The inputs of `options.operator` (see `core.runtime.operator`).
+            options: The operator and all remaining arguments.
 
         Returns:
-            As `attention`; with `options.lse`, also the log-sum-exp.
+            The output, as in `attention`; with `options.lse`, also the log-sum-exp.
         """
         tensors = _autocast(*tensors)
         options = options._replace(backward=_is_differentiated(*tensors, options.sinks))
@@ -296,9 +300,9 @@ class SequenceParallel:
         """Compute `attention` for a caller whose ranks have already agreed on the inputs, such as a patched model.
 
         Args:
-            k: As for `attention`; for another `options.operator`, its second tensor.
-            v: As for `attention`; for another `options.operator`, its third tensor.
-            parts: Number of head chunks that the caller goes through; these tensors are one of them.
+            k: Keys, as in `attention`; for another `options.operator`, its second tensor.
+            v: Values, as in `attention`; for another `options.operator`, its third tensor.
+            parts: Number of head chunks that the caller computes one by one; each call passes the tensors of one chunk.
 
         Returns:
             The output; with `options.lse`, (output, log-sum-exp).
@@ -309,7 +313,7 @@ class SequenceParallel:
         return out if lse is None else (out, lse)
 
     def runtime_of(self, shards: object) -> runtime.Runtime:
-        """Return the runtime of a call, which depends on the number of CP ranks of its shards."""
+        """Return the runtime for the number of CP ranks in a call's shards."""
         size = shards.size if isinstance(shards, UnevenShards) else self.runtime.size
         return self.runtimes.get(size, self.runtime)
 
@@ -317,28 +321,28 @@ class SequenceParallel:
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, shards: UnevenShards, scale: float | None = None,
         softcap: float | None = None, agreed: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Compute attention of each rank's new tokens to the keys of earlier tokens that all ranks have kept.
+        """Compute attention from each rank's new tokens to the cached keys of all ranks.
 
-        Ranks send either queries or kept keys, whichever takes fewer bytes. To include the new keys, merge the result
-        with that of `attention` among the new tokens, using their log-sum-exps. No gradients. Collective over the ranks
-        that share the sequence.
+        Ranks send either queries or cached keys, whichever takes fewer bytes. To include the new keys, compute
+        `attention` among the new tokens and merge both outputs by their log-sum-exps. Inputs must not require
+        gradients. Collective over the ranks that share the sequence.
 
         Args:
             q: Queries of this rank's new tokens (batch, new tokens, heads, head_dim).
-            k: The keys that this rank has kept (batch, kept tokens, kv_heads, head_dim).
-            v: Their values (batch, kept tokens, kv_heads, v_dim).
-            mask: Which keys a query sees, by position.
-            shards: The new tokens (q, from `q_start` on) and the kept tokens (kv) of each of the `size` SP ranks.
-            scale: As for `attention`.
-            softcap: As for `attention`.
-            agreed: Whether the ranks have agreed on the inputs already. Then nothing is checked.
+            k: Keys cached on this rank (batch, cached tokens, kv_heads, head_dim).
+            v: Values cached on this rank (batch, cached tokens, kv_heads, v_dim).
+            mask: The keys that each query sees, by position.
+            shards: The new tokens (q, starting at `q_start`) and cached tokens (kv) of each of the `size` SP ranks.
+            scale: Same as in `attention`.
+            softcap: Same as in `attention`.
+            agreed: Whether the ranks have already agreed on the inputs; if so, all checks are skipped.
 
         Returns:
-            The output (batch, new tokens, heads, v_dim) and each row's log-sum-exp (batch, new tokens, heads), as in
-            `attention`.
+            The output (batch, new tokens, heads, v_dim) and the log-sum-exp of each row (batch, new tokens, heads), as
+            in `attention`.
 
         Raises:
-            InputError, ConfigError, KernelError, DisagreementError: As `attention`; also for inputs that require
+            InputError, ConfigError, KernelError, DisagreementError: The errors of `attention`, and inputs that require
                 gradients.
         """
         q, k, v = _autocast(q, k, v)
@@ -349,26 +353,26 @@ class SequenceParallel:
         self, q: Tensor, k: Tensor, v: Tensor, *, counts: Sequence[tuple[int, int]] | None = None,
         scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None, agreed: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Compute attention of one new token per row, which all ranks have, to the keys that all ranks have kept.
+        """Compute attention from one new token per row, replicated on all ranks, to the cached keys of all ranks.
 
-        No gradients. Collective over the ranks that share the sequence.
+        Inputs must not require gradients. Collective over the ranks that share the sequence.
 
         Args:
             q: Queries (batch, 1, heads, head_dim), the same on all ranks.
-            k: The keys that this rank has kept (batch, kept tokens, kv_heads, head_dim); one rank has the new token's
-                key. Ranks may have kept different numbers of tokens, or none.
-            v: Their values (batch, kept tokens, kv_heads, v_dim).
-            counts: (first, end) for each row: its keys are k[row, first:end]; None: all.
-            scale: As for `attention`.
-            softcap: As for `attention`.
-            sinks: As for `attention`.
-            agreed: Whether the ranks have agreed on the inputs already. Then nothing is checked.
+            k: Keys cached on this rank (batch, cached tokens, kv_heads, head_dim). Exactly one rank's cache includes
+                the key of the new token. Ranks may have cached different numbers of tokens, or none.
+            v: Values cached on this rank (batch, cached tokens, kv_heads, v_dim).
+            counts: (first, end) for each row, which selects the keys `k[row, first:end]`; default: all keys.
+            scale: Same as in `attention`.
+            softcap: Same as in `attention`.
+            sinks: Same as in `attention`.
+            agreed: Whether the ranks have already agreed on the inputs; if so, all checks are skipped.
 
         Returns:
-            The output (batch, 1, heads, v_dim), bitwise the same on all ranks.
+            The output (batch, 1, heads, v_dim), bitwise identical on all ranks.
 
         Raises:
-            InputError, ConfigError, KernelError, DisagreementError: As `attention`; also for inputs that require
+            InputError, ConfigError, KernelError, DisagreementError: The errors of `attention`, and inputs that require
                 gradients.
         """
         q, k, v = _autocast(q, k, v)
@@ -376,17 +380,16 @@ class SequenceParallel:
         return decode.decode(self.runtime, q, k, v, counts, options, agreed)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-        """Checkpoint a layer of your own model like `torch.utils.checkpoint.checkpoint`, but compute attention only
-        once.
+        """Checkpoint a layer like `torch.utils.checkpoint.checkpoint`, but without recomputing attention.
 
-        The results of `attention` in the function are kept, so attention is neither computed nor sent again, unless
-        `recompute_attention` is set. With `offload_checkpoints`, saved tensors go to host memory. A patched model's
-        `gradient_checkpointing_enable` does the same.
+        The results of `attention` inside `function` are kept, so the backward pass neither recomputes attention nor
+        sends its blocks again, unless `recompute_attention` is set. With `offload_checkpoints`, saved tensors are moved
+        to host memory. On a patched model, `gradient_checkpointing_enable` has the same effect.
         """
         return self.checkpointing(checkpoint)(function, *args, use_reentrant=use_reentrant, **kwargs)
 
     def checkpointing(self, checkpoint: Callable[..., Any]) -> checkpoints.Checkpoint:
-        """Return `checkpoint` based on another checkpoint function than torch's."""
+        """Return a variant of `checkpoint` that uses the given checkpoint function instead of torch's."""
         if self.config.offload_checkpoints and self.store is None:
             from .memory.offload import store_of
 
@@ -402,26 +405,27 @@ class SequenceParallel:
         device: torch.device | str | None = None,
         inputs: Mapping[str, InputSpec] | None = None,
     ) -> list[dict[str, Any]]:
-        """Shard the micro-batches of an optimizer step: give this rank its tokens of every sequence.
+        """Return this rank's tokens of each micro-batch of an optimizer step.
 
-        Without DeepSpeed call `(loss / len(microbatches)).backward()`. `data.batches.shard_microbatches` describes the
-        result. Collective over the world.
+        Without DeepSpeed, call `(loss / len(microbatches)).backward()`. See `data.batches.shard_microbatches` for the
+        contents of the result. Collective over all ranks.
 
         Args:
-            microbatches: All micro-batches of the step, the same on all ranks of a sequence. Each has labels, int64
-                (B, S), -100 for tokens that do not count, and input_ids; position_ids mark packed documents. Whole
-                sequences are best left on the CPU.
+            microbatches: All micro-batches of the step, identical on all ranks that share a sequence. Each micro-batch
+                contains input_ids and labels, int64 (B, S), with -100 for ignored tokens; position_ids mark packed
+                documents. Keep whole sequences on the CPU.
             causal: Whether attention is causal; False for bidirectional attention.
-            training: False accepts any number of micro-batches; their `mean_loss` is the evaluation loss.
-            device: Where to put the result, such as `engine.device`; default: where the micro-batches are.
-            inputs: How ranks share your own tensors, by name, for example {"weights": tokens()} from
-                `ds_seqpar.data.inputs`. A patched model's declarations are already known.
+            training: False for evaluation: any number of micro-batches is accepted, and `mean_loss` of their losses is
+                the evaluation loss.
+            device: Device of the result, such as `engine.device`; default: the device of the micro-batches.
+            inputs: How to shard custom tensors, by name, for example {"weights": tokens()} from
+                `ds_seqpar.data.inputs`. The inputs of a patched model need no declaration.
 
         Returns:
             The same number of batches, with this rank's tokens.
 
         Raises:
-            InputError, DisagreementError: A batch is wrong, or differs between ranks; on all ranks.
+            InputError, DisagreementError: A batch is invalid or differs between ranks; raised on all ranks.
         """
         if training and self.config.tokens_per_rank != "auto":
             raise ConfigError(
@@ -429,7 +433,7 @@ class SequenceParallel:
                 "the batches of sp.packs as they are, or leave tokens_per_rank out"
             )
         steps = self.accumulation_steps if training else None
-        from .data.batches import shard_microbatches  # attention alone does without
+        from .data.batches import shard_microbatches  # not needed for attention alone
 
         return shard_microbatches(self.sharding, microbatches, causal, steps, device, inputs)
 
@@ -442,33 +446,36 @@ class SequenceParallel:
         device: torch.device | str | None = None,
         inputs: Mapping[str, InputSpec] | None = None,
     ) -> dict[str, Any]:
-        """Shard one micro-batch, as in `shard_batches`."""
+        """Shard a single micro-batch, as in `shard_batches`."""
         return self.shard_batches([batch], causal=causal, training=training, device=device, inputs=inputs)[0]
 
     def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
-        """Return torch's DistributedSampler over groups instead of ranks. Its indices are the same as in a run without
-        sequence parallelism on `data_size` ranks. Call its `set_epoch` before each epoch.
+        """Return a torch DistributedSampler over groups instead of ranks.
+
+        The sampled indices equal those of a run on `data_size` ranks without sequence parallelism. Call `set_epoch` on
+        the sampler before each epoch.
         """
         group = {"num_replicas": self.data_size, "rank": self.data_rank}
         return DistributedSampler(dataset, **group, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def loader(self, loader: DataLoader, read_once: bool = False) -> Loader:
-        """Give the ranks of a sequence the same batches of a DataLoader, and different batches to each group.
+        """Load the same batches on all ranks that share a sequence, and different batches on each group.
 
-        Batches come whole and on the CPU. `IterableDataset`, workers and torchdata's StatefulDataLoader work too; with
-        `set_epoch`, `state_dict` and `load_state_dict` a run resumes in the middle of an epoch. This call and each
-        batch are collective over the world. For Accelerators use `hf_integration.prepare_loader`.
+        Batches are whole and on the CPU. `IterableDataset`, workers and torchdata's StatefulDataLoader are supported.
+        With `set_epoch`, `state_dict` and `load_state_dict`, a run resumes in the middle of an epoch. Constructing the
+        loader and fetching each batch are collective over all ranks. With an Accelerator, use
+        `hf_integration.prepare_loader`.
 
         Args:
-            loader: A loader over the whole data set, the same on every rank, with or without a sampler. Group d takes
-                the batches d, d + data_size, ...; if the last ones do not suffice for all groups, the first are
-                repeated. A loader with `sampler` already has its group's batches.
-            read_once: Let one rank of each group read, and send each batch to the others. Random augmentation and
-                collators then agree, and nothing is read twice.
+            loader: A loader over the whole data set, identical on every rank. Group d receives the batches d, d +
+                data_size, ...; if too few batches remain for all groups at the end, the first batches are repeated. A
+                loader with a sampler from `SequenceParallel.sampler` already yields its own group's batches.
+            read_once: Whether one rank of each group reads each batch and sends it to the others. Random augmentations
+                and collators then agree across ranks, and nothing is read twice.
 
         Raises:
-            ConfigError, DisagreementError: On every rank, if a sampler is for ranks and not for groups, loading fails
-                on one rank, or orders or numbers of batches differ between ranks.
+            ConfigError, DisagreementError: A sampler divides the data among ranks instead of groups, loading fails on
+                one rank, or the order or number of batches differs between ranks. Raised on every rank.
         """
         from .data.loader import Loader
 
@@ -476,31 +483,35 @@ class SequenceParallel:
 
     @functools.cached_property
     def step_dealer(self) -> StepDealer:
-        """The object that makes packs from a step's samples. The first access is collective over the world."""
+        """The object that arranges a step's samples in packs. The first access is collective over all ranks."""
         from .lengths import StepDealer
 
         return StepDealer(self)
 
     def packs(self, loader: DataLoader, read_once: bool = False) -> PackLoader:
-        """Yield each optimizer step as packs: short samples are whole on one rank, long ones shared by a whole group.
+        """Return a loader that arranges the samples of each optimizer step in packs.
 
-        The setting `tokens_per_rank` determines their size. The samples of a step, and so losses, gradients and
-        weights, are the same as in a plain run with this loader. This call and each step are collective over the world.
+        Short samples stay whole on one rank; long samples are shared by all ranks of a group. The setting
+        `tokens_per_rank` limits the size of a pack. Each step has the same samples, and so the same loss, gradients and
+        weights, as a plain run with the same loader. Constructing the loader and fetching each step are collective over
+        the world.
 
         Args:
-            loader: The loader of a plain run on one rank, with the same data set, sampler, seed and collator, and with
-                batches of all samples of an optimizer step. The collator receives one sample at a time.
-            read_once: As for `loader`.
+            loader: The loader of a plain run on one rank, with the same data set, sampler, seed and collator. Each
+                batch of the loader must contain all samples of an optimizer step. The collator receives one sample at a
+                time.
+            read_once: Same as in `loader`.
 
         Returns:
-            A loader with `set_epoch`, `state_dict` and `load_state_dict`, which yields a list of whole batches for each
-            step, the same number on every rank. Call the model with each batch, call `backward` on each loss, and step
-            after the last. Average gradients over ranks, as DDP does. A pack's loss may be this rank's part of it, so
-            that ranks need not wait; the step's loss is `sp.mean_loss(sum(losses))`.
+            A loader with `set_epoch`, `state_dict` and `load_state_dict`. For each step, the loader yields a list of
+            whole batches, of the same length on every rank. Call the model with each batch, call `backward` on each
+            loss, and step the optimizer after the last batch. Average gradients over ranks, as DDP does. To avoid
+            waiting for other ranks, a pack's loss may be only this rank's part; the step's loss is
+            `sp.mean_loss(sum(losses))`.
 
         Raises:
             ConfigError, InputError, DisagreementError: `tokens_per_rank` is not set, a sample is longer than
-                `tokens_per_rank * size` tokens, or ranks have different samples; on every rank.
+                `tokens_per_rank * size` tokens, or ranks have different samples. Raised on every rank.
 
         Examples:
             >>> for packs in sp.packs(DataLoader(dataset, batch_size=64, shuffle=True)):
@@ -516,29 +527,30 @@ class SequenceParallel:
         self, model: Any, input_ids: Tensor, *, attention_mask: Tensor | None = None, labels: Tensor | None = None,
         temperature: float = 1.0, return_entropy: bool = False, **inputs: Any,
     ) -> Any:  # fmt: skip
-        """Compute the log-probability of each label given the tokens before it, with a patched model.
+        """Compute the log-probability of each label given the preceding tokens, with a patched model.
 
-        Only one number per token is gathered, and neither logits nor hidden states. Logits exist for at most a tile of
-        tokens, in backward too. A prompt that rows share is computed once (`shared_prompts`). Collective over the ranks
-        that share the sequence, in backward too.
+        Ranks gather a single number per token, but no logits or hidden states. At any time, logits exist for at most
+        one tile of tokens, in the backward pass too. A prompt shared by several rows is computed once
+        (`shared_prompts`). Collective over the ranks that share the sequence, including the backward pass.
 
         Args:
-            model: A causal language model of transformers that shares sequences by this SequenceParallel. If it is
+            model: A causal language model of transformers that is patched with this SequenceParallel. If the model is
                 inside DDP, a DeepSpeed engine or a peft model, pass the wrapper.
-            input_ids: Whole rows (rows, tokens), the same on the ranks that share them.
+            input_ids: Whole rows (rows, tokens), identical on the ranks that share them.
             attention_mask: (rows, tokens), 0 for padding on either side.
-            labels: (rows, tokens), not shifted, -100 for tokens that do not count; default: input_ids except padding.
-            temperature: What logits are divided by.
+            labels: Unshifted labels (rows, tokens), -100 for ignored tokens; default: input_ids without padding.
+            temperature: Divisor of the logits.
             return_entropy: Whether to also return the entropy of each distribution.
             **inputs: More arguments of the model, such as position_ids of packed documents.
 
         Returns:
-            The log-probabilities (rows, tokens - 1) in fp32 (fp64 for fp64), whole on every rank, with gradients; 0
-            where no label counts. With `return_entropy`, a tuple of these and the entropies, in the same form.
+            The log-probabilities (rows, tokens - 1) in fp32 (fp64 for fp64 models), complete and differentiable on
+            every rank; 0 for ignored labels. With `return_entropy`, a tuple of the log-probabilities and the entropies,
+            both of shape (rows, tokens - 1).
 
         Raises:
-            ConfigError, InputError, DisagreementError: The model is not patched, or a batch is wrong or differs between
-                ranks; on all ranks of the sequence.
+            ConfigError, InputError, DisagreementError: The model is not patched, or a batch is invalid or differs
+                between ranks. Raised on all ranks that share the sequence.
 
         Examples:
             >>> chosen = sp.log_probs(model, ids, labels=labels).sum(1)  # of each row's answer
@@ -551,7 +563,7 @@ class SequenceParallel:
         return patcher.log_probs(self, model, input_ids, **how, return_entropy=return_entropy, **inputs)
 
     def __deepcopy__(self, memo: dict) -> SequenceParallel:
-        return self  # a copied model shares it: process groups cannot be copied
+        return self  # process groups cannot be copied, so a copied model shares them
 
     def __copy__(self) -> SequenceParallel:
         return self
@@ -569,22 +581,25 @@ class SequenceParallel:
     def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: Literal[True]) -> Tensor: ...
 
     def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: bool = False) -> float | Tensor:
-        """Return the loss of an optimizer step: the mean over all ranks and micro-batches of the model's losses. A
-        single rank's loss of a batch from `shard_batches` is only its share. Collective over the world.
+        """Return the loss of an optimizer step, which is the mean of the model's losses over all ranks and
+        micro-batches.
+
+        The loss of a batch from `shard_batches` is only this rank's share. Collective over all ranks.
 
         Args:
-            losses: One or several losses, each a floating point tensor of one element.
-            differentiable: Return a 0-dim tensor of their dtype and device to call `backward` on. Its gradients are
-                those of the mean of this rank's `losses`, since DeepSpeed and DDP average gradients over ranks.
+            losses: One or more losses, each a floating-point tensor with one element.
+            differentiable: Whether to return a 0-dim tensor that supports `backward`, with the dtype and device of the
+                losses. The gradients equal those of the mean of this rank's `losses`, since DeepSpeed and DDP average
+                gradients over ranks.
 
         Raises:
-            InputError, DisagreementError: A loss is not such a tensor, or ranks pass different numbers of losses; on
-                all ranks.
-            ConfigError: The model has not called attention of this SequenceParallel since batches were sharded, or a
-                custom model has not read their position_ids; on all ranks.
+            InputError, DisagreementError: A loss is not a floating-point tensor with one element, or ranks pass
+                different numbers of losses. Raised on all ranks.
+            ConfigError: Since batches were sharded, the model has not called attention of this SequenceParallel, or a
+                custom model has not read position_ids. Raised on all ranks.
         """
         groups = self.groups
-        self.checker.flush()  # before a loss is looked at, which waits for the device
+        self.checker.flush()  # first, since reading a loss waits for the device
         mean, local = mean_of(groups, losses, self.sharding.unused.error())
         if self.finite is not None:
             self.finite.look("the loss", "which came into mean_loss", local, "see what computes it")
@@ -601,7 +616,7 @@ def _is_differentiated(*inputs: object) -> bool:
 
 
 def _this_device() -> tuple[torch.device, ConfigError | None]:
-    """Return (this rank's device, now the current one; the error to raise on all ranks if it has none)."""
+    """Make this rank's device current. Return (device, error to raise on all ranks or None)."""
     try:
         return devices.bind_device(groups.all_ranks()) or torch.device("cpu"), None
     except ConfigError as reason:
@@ -616,9 +631,10 @@ def _agreed(
     device: torch.device,
     error: SeqParError | None,
 ) -> SequenceParallelConfig:
-    """Return the configuration with every "auto" but the kernel's replaced. error: of this rank, which all ranks then
-    raise. Raises on every rank if one rank's settings do not fit. If the settings request a plan, each rank plans for
-    itself, and rank 0 prints the result.
+    """Return the configuration with every "auto" resolved except the kernel's.
+
+    All ranks raise an error if the settings are invalid, or `error` is set, on one rank. If the settings request a
+    plan, each rank computes the plan, and rank 0 logs it.
     """
     with together(world, UNREADABLE, CONFIGURATION, error=error, call=MAKING, advice=of_kernels) as agreed:
         config, ranks = _config(given), world.size()
@@ -642,14 +658,14 @@ def _config(given: object) -> SequenceParallelConfig:
 
 
 def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Cast under torch.autocast, as it does for scaled_dot_product_attention (RoPE mixes fp32 and bf16)."""
+    """Cast tensors under torch.autocast as scaled_dot_product_attention would, since RoPE mixes fp32 and bf16."""
     if not any(map(_is_cast, tensors)):
         return tensors
     return [x.to(torch.get_autocast_dtype(x.device.type)) if _is_cast(x) else x for x in tensors]
 
 
 def _is_cast(x: object) -> bool:
-    """Whether autocast changes a tensor's dtype. Some devices (meta) have no autocast state."""
+    """Return whether autocast changes a tensor's dtype. Devices such as meta have no autocast state."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return False
     return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)

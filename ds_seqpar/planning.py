@@ -1,7 +1,7 @@
-"""Let the planner choose settings that are `"auto"`, and predict the memory that a job needs.
+"""Let the planner choose settings that are `"auto"`, and predict a job's memory.
 
-No other module of the engine imports the planner. This one imports it inside functions, so that the engine runs without
-it.
+Only this module of the engine uses the planner. The functions import the planner lazily, so the engine also runs
+without it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def job_of(json: DeepSpeedJson) -> Job:
-    """Return the planner's job of a DeepSpeed JSON."""
+    """Return the planner's description of a job with this DeepSpeed JSON."""
     from .planner.request import Job
 
     return Job.of(json)
@@ -43,7 +43,7 @@ def named_machine(config: SequenceParallelConfig) -> Machine | None:
     """Return the machine that a configuration names, or None.
 
     Raises:
-        ConfigError: There is no such machine, or its file is not valid.
+        ConfigError: No machine has this name, or its file is invalid.
     """
     if config.machine == "auto":
         return None
@@ -56,12 +56,12 @@ def fewest_head_chunks(recipe: Recipe, ulysses: int, local: Shape, *of_call: Any
     """Return the smallest number of head chunks that saves memory, for `Runtime`.
 
     Args:
-        of_call: The mask, the shards, the setting of the kernel, and whether tensors are on a GPU.
+        of_call: The mask, the shards, the kernel setting, and whether tensors are on a GPU.
     """
     from .planner import attention_memory
 
     mask, shards, kernel, on_gpu = of_call
-    # not of the kernel that is chosen, since packages may differ between ranks
+    # not for the chosen kernel, since installed packages may differ between ranks
     workspace = attention_memory.planned_kernel(kernel, local.dtype, local.head_dim, on_gpu)
     return attention_memory.fewest_head_chunks(recipe, ulysses, local, mask, shards, workspace)
 
@@ -73,13 +73,14 @@ def planned_by_all(
     job: Job | None,
     call: str,
 ) -> SequenceParallelConfig:
-    """Return the planner's configuration. Every rank plans for the hosts of all ranks; then the ranks compare results.
+    """Return the planned configuration. Every rank plans for the hosts of all ranks; then all ranks compare their
+    results.
 
     Args:
         world: The group of all ranks.
         config: The configuration.
         machine: The machine that the configuration names.
-        job: The job to plan for, if anything is known about it.
+        job: The job to plan for, or None if unknown.
         call: The user's call, for errors.
     """
     from .planner.auto import line_of, resolve_with_plan
@@ -88,7 +89,7 @@ def planned_by_all(
     with together(world, UNREADABLE, CONFIGURATION, call=call) as agreed:
         resolved, plan = resolve_with_plan(config, job, len(hosts), lambda: detected_machine(hosts, machine))
         compared = {f"planned {name}": value for name, value in resolved.settings().items()}
-        agreed.value = compared | {"tokens": plan.request.seq}  # each rank has read the length for itself
+        agreed.value = compared | {"tokens": plan.request.seq}  # compared because each rank reads the length itself
     log_once(line_of(plan))
     if job and job.documents and not plan.request.job.documents:
         log_once(f"sequence_parallel: planned for one sequence, not for its {len(job.documents)} documents")
@@ -98,11 +99,11 @@ def planned_by_all(
 def costs_of_all(
     world: dist.ProcessGroup, config: SequenceParallelConfig, dtype: str, job_with_model: Callable[[Job], Job]
 ) -> Costs:
-    """Return the costs of a model's samples, the same on all ranks. Collective.
+    """Return the estimated costs of a model's samples, identical on all ranks. Collective.
 
     Args:
-        config: Resolved.
-        dtype: The model's.
+        config: The resolved configuration.
+        dtype: The model's dtype.
         job_with_model: Adds the model's sizes to a job.
 
     Raises:
@@ -122,17 +123,17 @@ def costs_of_all(
 
 
 def hosts_of_all(world: dist.ProcessGroup) -> list[machines.Host]:
-    """Return the host of each rank, by rank. Collective."""
+    """Return each rank's host, indexed by rank. Collective."""
     return [host for _, host in all_gather_objects(world, ("SequenceParallel", machines.this_host()))]
 
 
 def advise_on_memory(model: nn.Module, sp: Any, job_with_sizes: Callable[[nn.Module], Job]) -> None:
-    """Add the planner's prediction for the job to an out-of-memory error of this rank.
+    """Make this rank's out-of-memory errors include the planner's prediction for the job.
 
     Args:
-        model: The model. Neither it nor `sp` is kept alive.
-        sp: The SequenceParallel that it trains with.
-        job_with_sizes: Returns what the planner must know, including the model's sizes.
+        model: The model. Neither the model nor `sp` is kept alive.
+        sp: The SequenceParallel that the model trains with.
+        job_with_sizes: Returns the planner's inputs, including the model's sizes.
     """
     out_of_memory.advise = functools.partial(_memory_in_words, weakref.ref(model), weakref.ref(sp), job_with_sizes)
 
@@ -140,7 +141,7 @@ def advise_on_memory(model: nn.Module, sp: Any, job_with_sizes: Callable[[nn.Mod
 def _memory_in_words(
     model_ref: weakref.ref[nn.Module], sp_ref: weakref.ref[Any], job_with_sizes: Callable[[nn.Module], Job]
 ) -> str:
-    """Return the predicted memory of a step with sequences as in the last forward; "" if unknown."""
+    """Return the predicted memory of a step with the sequence length of the last forward pass; "" if unknown."""
     from .planner.auto import memory_in_words
 
     model, sp = model_ref(), sp_ref()
@@ -154,14 +155,14 @@ def _memory_in_words(
 
 
 def detected_machine(hosts: Sequence[machines.Host], named: Machine | None = None) -> Machine:
-    """Guess the machine if the config does not name one. Every rank computes the same guess.
+    """Guess the machine if the config names none. Every rank computes the same guess.
 
-    With accelerators, it is the preset of rank 0's device, with the smallest memory of all devices. Otherwise it is a
-    machine with the cores and memory of the smallest host.
+    With accelerators, the guess is the preset for rank 0's device, with the smallest device memory of any rank. Without
+    accelerators, the guess is a machine with the cores and memory of the smallest host.
 
     Args:
-        hosts: The host of each rank, by rank.
-        named: The machine that the config names. It is returned with the actual number of ranks per node.
+        hosts: Each rank's host, indexed by rank.
+        named: The machine that the config names; returned with the actual number of ranks per node.
     """
     from .planner.machine import Machine
 

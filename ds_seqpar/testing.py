@@ -1,7 +1,7 @@
-"""Run the programs of all ranks of one sequence in one process.
+"""Simulate all ranks of one sequence in a single process, for tests and measurements on one device.
 
-The walker, the kernels and the exchange of heads are the same as on real ranks; only the transport is replaced by a
-mailbox. Inputs and outputs are global tensors. For tests, and for measurements on one device.
+The walk (the executor of a program), the kernels and the exchange of heads are those of real ranks. A mailbox replaces
+the transport. Inputs and outputs are global tensors.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from .data.batch_layout import positions_held
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The output of all virtual ranks, and the gradients if `do` was given."""
+    """The output of all virtual ranks, with gradients if `do` was passed."""
 
     out: Tensor  # (B, S, Hq, D), global
     dq: Tensor | None
     dk: Tensor | None
-    dv: Tensor | None  # dk and dv are those of another operator's second and third tensor
+    dv: Tensor | None  # for another operator, dk and dv belong to its second and third tensor
     dsinks: Tensor | None
-    received: list[Counter[str]]  # of each SP rank: the elements that arrived, by kind
+    received: list[Counter[str]]  # per SP rank: number of received elements, by kind
 
 
-# messages between the CP ranks of one Ulysses rank, or between the Ulysses ranks of one CP rank: by (from, to, tag)
+# (from, to, tag) -> messages between the CP ranks of one Ulysses rank, or the Ulysses ranks of one CP rank
 Mailbox = defaultdict[tuple[int, int, int], deque[Tensor]]
 
 
 class _VirtualComm:
-    """The transport of one virtual rank: a mailbox. ulysses: its transport to the other Ulysses ranks."""
+    """The transport of one virtual rank, backed by a mailbox. `ulysses` is the transport to the other Ulysses ranks."""
 
     def __init__(self, rank: int, mailbox: Mailbox, ulysses: _VirtualComm | None = None) -> None:
         self.rank, self.mailbox, self.ulysses = rank, mailbox, ulysses or self
-        self.early = 0  # a mailbox keeps what is sent, so an early receive gains nothing
+        self.early = 0  # posting a receive early gains nothing, since a mailbox stores all messages
         self.received: Counter[str] = Counter()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Receives:
@@ -65,7 +65,7 @@ class _VirtualComm:
         return _Receives(self, receives)
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return ranks[1:] + ranks[:1]  # differs from the order of `ranks`, as that of a real group does
+        return ranks[1:] + ranks[:1]  # may differ from `ranks`, as in a real group
 
     def all_gather(self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor) -> _Receives:
         buffers = [sent] * len(ranks), received.split(sent.numel())
@@ -90,7 +90,7 @@ class _VirtualComm:
         self, peers: Sequence[int], kind: str, elements: int, sent: Sequence[Tensor], received: Sequence[Tensor],
         tag: int = -1,
     ) -> _Receives:  # fmt: skip
-        """Send to each peer, and receive from each. elements: number of elements that arrive from others."""
+        """Send to each peer, and receive from each. `elements` is the number of elements received from other ranks."""
         sends, receives = (
             [Message(peer, kind, 0, tensor, tag) for peer, tensor in zip(peers, tensors, strict=True)]
             for tensors in (sent, received)
@@ -110,7 +110,7 @@ class _Receives:
         return self.comm.mailbox[message.peer, self.comm.rank, message.tag]
 
     def ready(self) -> bool:
-        """Return whether all these messages have been posted."""
+        """Return whether all awaited messages have been posted."""
         return all(self._queue(message) for message in self.receives)
 
     def wait(self) -> None:
@@ -136,27 +136,28 @@ def attention(
 ) -> Result:
     """Compute attention on config.size virtual ranks.
 
-    Kernel "auto" follows the built-in order: no file that `machine` names is read.
+    Kernel "auto" selects kernels in the built-in order, without reading a `machine` file.
 
     Args:
         q: (B, S, Hq, D).
-        k: (B, S, Hkv, D). With `shards`, S may differ from q's.
-        v: Like k.
-        do: The gradient of out, with out's shape.
+        k: (B, S, Hkv, D). With `shards`, the sequence lengths of k and q may differ.
+        v: Values of the same form as k.
+        do: The gradient of the output, in the output's shape.
         mask: Replaces `causal`.
-        shards: The tokens that every CP rank holds, in place of the configured layout.
-        softcap: As `SequenceParallel.attention` takes it.
-        sinks: As `SequenceParallel.attention` takes them.
-        operator: The operator to compute. For any other than attention, k and v are the second and third tensor.
-        compilers: A dict, initially empty, that keeps compiled programs for the next call.
+        shards: The tokens of every CP rank, in place of the configured layout.
+        softcap: Same as in `SequenceParallel.attention`.
+        sinks: Same as in `SequenceParallel.attention`.
+        operator: The operator to compute. For operators other than attention, pass the second and third tensor as k and
+            v.
+        compilers: An initially empty dict that caches compiled programs between calls.
 
     Raises:
-        SeqParError: The errors of `SequenceParallel` and its attention for these settings and tensors.
+        SeqParError: The errors that `SequenceParallel` and its attention raise for these settings and tensors.
     """
     visible = admit.mask_of(causal, mask)
     given = q, k, v
     admit.check_arguments(given, visible, scale, shards is not None, operator)
-    with torch.enable_grad():  # whose graph takes gradients back to what was given
+    with torch.enable_grad():  # a graph that propagates gradients back to the given tensors
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in given]
         prepared, v_dim = operator.prepare(leaves)
     if not isinstance(config.size, int):
@@ -199,7 +200,7 @@ def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:
 
 
 class _Ranks:
-    """All virtual ranks. Lists have one element for each SP rank; rank u + U * r is Ulysses rank u of CP rank r."""
+    """All virtual ranks. Lists have one element per SP rank; rank u + U * r is Ulysses rank u of CP rank r."""
 
     def __init__(
         self, config: SequenceParallelConfig, shards: Shards, sinks: Tensor | None, compilers: dict[Hashable, Compiler]
@@ -216,13 +217,15 @@ class _Ranks:
         self.runtimes = [Runtime(config, topology, r // count, self.comms[r], r % count) for r in ranks]
         for runtime in self.runtimes:
             runtime.compiler = compilers.setdefault((config, runtime.rank), runtime.compiler)
-        self.common: Tensor | None = None  # the common part that all ranks subtract from their keys
+        self.common: Tensor | None = None  # subtracted by all ranks from their keys
         self.positions = {side: [positions_held(shards, count, r, side) for r in ranks] for side in ("q", "kv")}
 
     def attention(
         self, tensors: Tensors, do: Tensor | None, settings: CallSettings
     ) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Return out, the gradients of the operator's tensors (none without do), and the gradient of sinks."""
+        """Return the output, the gradients of the operator's tensors (empty without `do`), and the gradient of the
+        sinks.
+        """
         operator = settings.operator
         sides = ["q", *["kv"] * (len(operator.operands) - 1), *[""] * len(operator.parameters)]
         local = list(zip(*(self.shard(side, x) for side, x in zip(sides, tensors, strict=True)), strict=True))
@@ -250,11 +253,11 @@ class _Ranks:
     def backward(
         self, runtime: Runtime, do: Tensor, local: Tensors, result: list[Tensor], settings: CallSettings
     ) -> Walk:
-        """Return the walk of a rank's backward.
+        """Return the walk of a rank's backward pass.
 
         Args:
             local: The rank's tensors of the operator.
-            result: The result of its forward.
+            result: The result of the rank's forward pass.
         """
         operator, saves = settings.operator, settings.saves
         found = AttentionResults.of(result, do.dtype, settings)
@@ -266,18 +269,18 @@ class _Ranks:
         return runtime.backward_walk(tensors, shapes, self.sinks, found.saved, settings, self.common)
 
     def walk_all(self, walks: list[Walk]) -> list[list[Tensor]]:
-        """Return all ranks' results. Each rank in turn walks until it waits for a message that is not posted yet."""
+        """Return the results of all ranks. Ranks take turns; each turn runs until a message is missing."""
         while any(walk.at < len(walk.program.code) for walk in walks):
             assert any([_advance(walk) for walk in walks]), "ranks wait for one another"
         assert not any(queue for box in self.mailboxes for queue in box.values()), "a message nobody received"
         return [walk.call.results() for walk in walks]
 
     def shard(self, side: str, x: Tensor) -> list[Tensor]:
-        """Return each rank's tokens of a side; without a side, all ranks have the whole tensor."""
+        """Return each rank's tokens of a side ("q" or "kv"). If `side` is empty, ranks receive the whole tensor."""
         return [x[:, positions] for positions in self.positions[side]] if side else [x] * len(self.runtimes)
 
     def unshard(self, side: str, shards: list[Tensor], seq: int) -> Tensor:
-        """Return the whole tensor from all ranks' tokens; without a side, the sum."""
+        """Assemble the whole tensor from all ranks' tokens. If `side` is empty, return the sum over ranks."""
         if not side:
             return torch.stack(shards).sum(0)
         whole = shards[0].new_empty(shards[0].shape[0], seq, *shards[0].shape[2:])
@@ -287,13 +290,13 @@ class _Ranks:
 
 
 def _advance(walk: Walk) -> bool:
-    """Continue the walk until a message is missing, or to the end. Return whether any instruction was executed."""
+    """Execute instructions until a message is missing or the program ends. Return whether the walk advanced."""
     start = walk.at
     while walk.at < len(walk.program.code):
         instruction = walk.program.code[walk.at]
         if isinstance(instruction, Wait):
             receives = walk.tickets[instruction.ticket]
-            assert isinstance(receives, _Receives)  # of a _VirtualComm
+            assert isinstance(receives, _Receives)  # a _VirtualComm returned the handle
             if not receives.ready():
                 break
         walk.advance()

@@ -2,9 +2,9 @@
 
     deepspeed --num_gpus 2 examples/count_shapes.py --deepspeed ds_configs/zero2_sp2_dp.json
 
-The script draws its own pictures and takes a minute on two CPU ranks. It writes two files to --output_dir: `loss.png`,
-the loss curve, and `sample.png`, held-out pictures with the model's counts. All of transformers' TrainingArguments are
-options.
+The script draws its own pictures, and takes a minute on two CPU ranks. The output consists of two files in
+--output_dir: `loss.png`, the loss curve, and `sample.png`, held-out pictures with the model's counts. The script
+accepts all of transformers' TrainingArguments as options.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-if "OMP_NUM_THREADS" not in os.environ:  # before torch is imported; otherwise every rank starts a thread for each core
+if "OMP_NUM_THREADS" not in os.environ:  # before importing torch; otherwise, every rank starts a thread per core
     ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks_here))
 
@@ -64,7 +64,7 @@ def small_model() -> PreTrainedModel:
 
 
 def draw(rng: random.Random) -> tuple[Image.Image, int]:
-    """Draw a picture of one of four sizes. Return (the picture, its number of disks)."""
+    """Draw a picture of one of four sizes. Return (picture, number of disks)."""
     picture = Image.new("RGB", (rng.choice((3, 4)) * CELL, rng.choice((3, 4)) * CELL))
     cells = [(x, y) for x in range(0, picture.width, CELL) for y in range(0, picture.height, CELL)]
     chosen = rng.sample(cells, rng.randint(1, 4))
@@ -75,7 +75,7 @@ def draw(rng: random.Random) -> tuple[Image.Image, int]:
 
 
 def row(seed: int) -> dict[str, Any]:
-    """Return pictures, each with a question and its answer, as token ids; only answers have labels."""
+    """Return the token ids of several pictures with questions and answers; only answers have labels."""
     rng = random.Random(seed)
     pictures, counts = zip(*(draw(rng) for _ in range(PICTURES)), strict=True)
     ids, labels = [], []
@@ -88,7 +88,7 @@ def row(seed: int) -> dict[str, Any]:
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Pad rows to the longest, and lay the patches of all pictures end to end, as the model expects."""
+    """Pad rows to the maximum length, and concatenate the patches of all pictures, as the model expects."""
     longest = max(len(one["input_ids"]) for one in rows)
     padded = {
         name: torch.tensor([one[name] + [fill] * (longest - len(one[name])) for one in rows])

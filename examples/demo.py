@@ -2,8 +2,8 @@
 
     python examples/demo.py [--ranks N] [--config FILE] [--out FOLDER]
 
-With 4 or more GPUs it trains in bf16 on 4 of them, with 2 or 3 GPUs on 2 of them. Otherwise it trains in fp32 on 4 CPU
-ranks, which see no GPU. It prints one line with its choice.
+The demo trains in bf16 on 4 GPUs, or on 2 GPUs if the machine has only 2 or 3. With fewer GPUs, the demo trains in fp32
+on 4 CPU ranks, from which the GPU is hidden. The choice is printed in one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "ds_configs"
-# environment that hides all GPUs from torch and DeepSpeed, if torch has not looked for one yet
+# environment that hides all GPUs from torch and DeepSpeed; must be set before torch looks for GPUs
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 # run in a separate process: one that has used CUDA keeps memory on a GPU. Flash attention needs capability 8.0 (Ampere)
 COUNT = """
@@ -31,7 +31,7 @@ print(count if all(torch.cuda.get_device_capability(number) >= (8, 0) for number
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What to run."""
+    """The number of ranks, the configuration and the kind of devices to use."""
 
     ranks: int
     config: Path  # DeepSpeed JSON
@@ -43,18 +43,18 @@ class Choice:
 
 
 def choose(devices: int, ranks: int | None = None, config: Path | None = None) -> Choice:
-    """Choose what to run.
+    """Choose ranks, configuration and devices.
 
-    GPUs are used if there are at least 2 ranks with one GPU each, and the configuration trains in bf16 or fp16, which
-    fast kernels need.
+    GPUs are used if at least 2 ranks can have one GPU each, and if the configuration trains in bf16 or fp16, which fast
+    kernels require.
 
     Args:
         devices: The number of GPUs on this machine.
-        ranks: The requested number; by default the ranks of one sequence, at most four.
-        config: The requested DeepSpeed JSON; by default the demo's for this number of ranks.
+        ranks: The requested number; default: the ranks of one sequence, at most four.
+        config: The requested DeepSpeed JSON; default: the demo's JSON for this number of ranks.
 
     Raises:
-        SystemExit: If the ranks or the configuration cannot be run.
+        SystemExit: The requested ranks or configuration cannot be run.
     """
     if ranks is not None and ranks < 1:
         raise SystemExit(f"RANKS must be a whole number from 1; got {ranks}")
@@ -69,8 +69,7 @@ def choose(devices: int, ranks: int | None = None, config: Path | None = None) -
 
 
 def _needs(config: Path) -> tuple[int, bool]:
-    """Return the number of ranks of one sequence in a DeepSpeed JSON (1 for "auto"), and whether it trains in bf16 or
-    fp16."""
+    """Return (ranks per sequence in a DeepSpeed JSON, 1 for "auto"; whether the JSON trains in bf16 or fp16)."""
     from ds_seqpar import SeqParError, SequenceParallelConfig
     from ds_seqpar.deepspeed.config import DeepSpeedJson
 
@@ -85,8 +84,8 @@ def _needs(config: Path) -> tuple[int, bool]:
 def command(choice: Choice, out: str, visible: str | None) -> tuple[list[str], Mapping[str, str]]:
     """Return the launcher's command line, and the changes to its environment. `visible` is CUDA_VISIBLE_DEVICES if set.
 
-    The launcher lists devices in CUDA_VISIBLE_DEVICES for CPU ranks too, so `env` hides them again in each rank. It
-    takes the GPUs to use only from --include.
+    The launcher sets CUDA_VISIBLE_DEVICES even for CPU ranks, so `env` hides the GPUs again in each rank. The GPUs to
+    use can be passed only by --include.
     """
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner"]
     script = [str(ROOT / "examples" / "finetune_llama.py"), "--deepspeed_config", str(choice.config), "--out", out]

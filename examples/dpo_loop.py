@@ -1,10 +1,11 @@
-"""DPO without trl, in a loop whose ranks share sequences. Up to rounding, it prints the same on 1 rank and on 2:
+"""DPO without trl, in a custom loop whose ranks share sequences. Up to rounding, the output is the same on 1 or 2
+ranks:
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/dpo_loop.py --size 2
 
-A small LLaMA first learns to add two digits from a teacher that is wrong half of the time. Then it is shown pairs of a
-right and a wrong answer, and learns to prefer the right one. Each step prints the share of all 100 additions that it
-answers correctly, and how much more it prefers right answers than the initial model does.
+A small LLaMA first learns to add two digits from a teacher that is wrong half of the time. Training then continues on
+pairs of a right and a wrong answer, so that the model learns to prefer right answers. Each step prints the share of
+correct answers over all 100 additions, and how much more the model prefers right answers than the initial model does.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def rows_of(problems: Tensor, answers: Tensor) -> Tensor:
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
-    """Return some problems with right answers and with wrong answers."""
+    """Draw problems, each with a right and a wrong answer."""
     problems = PROBLEMS[torch.randint(0, len(PROBLEMS), (PAIRS,))]
     right = problems.sum(1)
     return problems, right, (right + torch.randint(1, 19, right.shape)) % 19

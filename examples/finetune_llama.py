@@ -2,9 +2,9 @@
 
     deepspeed --num_gpus 4 examples/finetune_llama.py --deepspeed_config ds_configs/demo.json
 
-Without further arguments it trains a small LLaMA (with GQA) from a config, with bytes as tokens and the sources of the
-Python standard library as text. It writes to --out the model in the format of `from_pretrained`, the loss curve, and a
-line for each step.
+By default, the script trains a small, randomly initialized LLaMA with GQA on the sources of the Python standard
+library, with bytes as tokens. The folder --out receives the model in the format of `from_pretrained`, the loss curve,
+and a log with one line per step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-if "OMP_NUM_THREADS" not in os.environ:  # before torch is imported; otherwise every rank starts a thread for each core
+if "OMP_NUM_THREADS" not in os.environ:  # before importing torch; otherwise, every rank starts a thread per core
     ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks_here))
 
@@ -55,13 +55,15 @@ def arguments() -> argparse.Namespace:
 
 
 def load_tokenizer(folder: Path | None) -> object:
-    """Return the tokenizer of the model folder, or one of bytes."""
+    """Return the tokenizer of the model folder, or a byte tokenizer."""
     return AutoTokenizer.from_pretrained(folder) if folder else ByT5Tokenizer(extra_ids=0)
 
 
 def load_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
-    """Load the folder's model (never whole on one rank under ZeRO-3), or make a small one that is equal on every
-    rank."""
+    """Load the model in a folder, or create a small model that is identical on every rank.
+
+    With ZeRO-3, no rank loads the whole model.
+    """
     torch.manual_seed(args.seed)
     if args.model is None:
         config = LlamaConfig(
@@ -81,8 +83,7 @@ def load_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
 
 
 def read_tokens(data: Path, tokenizer: object, count: int, seed: int) -> torch.Tensor:
-    """Read `count` tokens from files, in the same order on every rank. If there are too few tokens, they are
-    repeated."""
+    """Read `count` tokens from files, in the same order on every rank. Tokens are repeated if there are too few."""
     files = [data] if data.is_file() else sorted(p for p in data.rglob("*") if p.suffix in (".py", ".txt", ".md"))
     if not files:
         raise SystemExit(f"--data needs a text file or a folder with .py, .txt or .md files; got {data}")
@@ -99,7 +100,7 @@ def read_tokens(data: Path, tokenizer: object, count: int, seed: int) -> torch.T
 
 
 def windows(tokens: torch.Tensor, sp: ds_seqpar.SequenceParallel, micro: int, steps: int) -> Iterator[list[dict]]:
-    """Yield the micro-batches of each step of this rank's data group, forever. tokens: (sequences, seq_len)."""
+    """Yield the micro-batches of each step of this rank's data group, forever. `tokens` is (sequences, seq_len)."""
     number = 0
     while True:
         microbatches = []
@@ -112,7 +113,7 @@ def windows(tokens: torch.Tensor, sp: ds_seqpar.SequenceParallel, micro: int, st
 
 
 def evaluate(engine: deepspeed.DeepSpeedEngine, sp: ds_seqpar.SequenceParallel, tokens: torch.Tensor) -> float:
-    """Return the mean token loss of held-out sequences; every data group evaluates all of them."""
+    """Return the mean token loss of held-out sequences, all of which every data group evaluates."""
     engine.eval()
     batches = [{"input_ids": ids[None], "labels": ids[None].clone()} for ids in tokens]
     with torch.no_grad():
@@ -129,7 +130,7 @@ def train(
     steps: int,
     file: Path,
 ) -> list[float]:
-    """Train for some steps, log a line for each to `file`, and return the losses."""
+    """Train for some steps, log a line per step to `file`, and return the losses."""
     first = dist.get_rank() == 0
     losses, bar = [], tqdm(range(steps), disable=not first, desc="train", unit="step", mininterval=1.0)
     with open(file if first else os.devnull, "w", encoding="utf-8") as log:
@@ -142,7 +143,7 @@ def train(
                 engine.step()
                 shard_losses.append(loss)
                 tokens += batch["input_ids"].numel() * dist.get_world_size()
-            # a rank's loss is of its shard only: the step's loss is the mean over ranks
+            # each rank's loss covers only its shard; the step's loss is the mean over ranks
             losses.append(sp.mean_loss(shard_losses))
             norm, speed = float(engine.get_global_grad_norm() or 0.0), tokens / (time.perf_counter() - began)
             bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{speed:.0f}")
@@ -151,7 +152,7 @@ def train(
 
 
 def save_model(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
-    """Save for from_pretrained. Under ZeRO-3 only one parameter at a time is whole, on the first rank's CPU."""
+    """Save the model for from_pretrained. Under ZeRO-3, one parameter at a time is gathered on the first rank's CPU."""
     state = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):

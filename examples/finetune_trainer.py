@@ -2,14 +2,16 @@
 
     deepspeed --num_gpus 4 examples/finetune_trainer.py --deepspeed ds_configs/zero3_sp4.json
 
-    accelerate launch --use_deepspeed --deepspeed_config_file ds_configs/zero3_sp4.json --num_processes 4 \\
+    accelerate launch --use_deepspeed --deepspeed_config_file ds_configs/zero3_sp4.json --num_processes 4 \
         examples/finetune_trainer.py
 
-All of transformers' TrainingArguments are options. By default it trains a small LLaMA from a config, with bytes as
-tokens, on the sources of the Python standard library, with one document per file. --lora trains adapters instead of the
-model. --pack concatenates documents instead of padding them; documents do not see one another. --resume_from_checkpoint
-True resumes from the last complete checkpoint in --output_dir, --resume_from_checkpoint FOLDER from the given one.
-Under torchrun --max-restarts N a run that has lost a rank resumes from its last checkpoint by itself.
+The script accepts all of transformers' TrainingArguments as options. By default, a small, randomly initialized LLaMA is
+trained on the sources of the Python standard library, with bytes as tokens and one document per file.
+
+--lora trains adapters instead of the model. --pack concatenates documents instead of padding them, and attention stays
+within each document. --resume_from_checkpoint True resumes from the last complete checkpoint in --output_dir, and
+--resume_from_checkpoint FOLDER from the given checkpoint. Under torchrun --max-restarts N, a run that has lost a rank
+automatically resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if "OMP_NUM_THREADS" not in os.environ:  # before torch is imported; otherwise every rank starts a thread for each core
+if "OMP_NUM_THREADS" not in os.environ:  # before importing torch; otherwise, every rank starts a thread per core
     ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks_here))
 
@@ -67,8 +69,10 @@ def parse() -> tuple[Arguments, TrainingArguments]:
 
 
 def load_model(args: Arguments, vocab_size: int, pad_token_id: int) -> PreTrainedModel:
-    """Load the folder's model (never whole on one rank under ZeRO-3), or make a small one that is equal on every
-    rank."""
+    """Load the model in a folder, or create a small model that is identical on every rank.
+
+    With ZeRO-3, no rank loads the whole model.
+    """
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model)
     config = LlamaConfig(
@@ -100,8 +104,7 @@ def laid_out(args: Arguments, documents: Dataset) -> Dataset | Packs:
 
 
 def checkpoint_to_resume(training: TrainingArguments) -> str | None:
-    """Return the checkpoint that the user names. After torchrun has restarted the ranks, return the last checkpoint, if
-    any."""
+    """Return the checkpoint requested by the user or, after a restart by torchrun, the last checkpoint if any."""
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     has_saved = any(Path(training.output_dir).glob("checkpoint-*"))
     return "last" if restarted and has_saved else training.resume_from_checkpoint

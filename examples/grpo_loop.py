@@ -1,12 +1,12 @@
-"""GRPO without trl, in a loop in which ranks share each sequence. It prints the same numbers on 1 rank and on 2:
+"""GRPO without trl, in a custom loop whose ranks share sequences. The output is the same on 1 or 2 ranks:
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/grpo_loop.py --size 2
 
-A prompt is a number, such as "1 7 =", and its completion is four digits. The reward is 1 if they add up to the number,
-and decreases with the error. A small LLaMA starts from random weights and learns the task within a minute.
+A prompt is a number, such as "1 7 =", and its completion is four digits. The reward is 1 if the digits add up to the
+number, and decreases with the error. A small, randomly initialized LLaMA learns the task within a minute.
 
-The ranks of a group divide the completions among them for sampling, then train on all of them together. Each completion
-has its own noise, so it does not depend on which rank samples it.
+For sampling, the ranks of a group divide the completions among themselves; then they train on all completions together.
+Each completion has its own noise, so the result does not depend on which rank samples the completion.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ds_seqpar import SequenceParallel
 from hf_integration import share_sequences, whole_sequences
 
-# prompts of a step, completions of each, tokens of both, a token id, PPO's clip
+# prompts per step, completions per prompt, tokens of both, a token id, PPO's clip
 PROMPTS, SAMPLES, PROMPT, NEW, EQUALS, CLIP = 8, 8, 3, 4, 10, 0.2
 
 
@@ -35,7 +35,7 @@ def sampled(policy: LlamaForCausalLM, sp: SequenceParallel, prompts: Tensor, noi
     mine = torch.arange(len(prompts)).chunk(sp.size)[sp.rank]
 
     def draw(ids: Tensor, scores: Tensor) -> Tensor:
-        return scores + noise[mine, ids.shape[1] - PROMPT]  # the largest is a sample
+        return scores + noise[mine, ids.shape[1] - PROMPT]  # the maximum is a sample
 
     completions = torch.zeros_like(noise[..., 0], dtype=torch.int64)
     with torch.no_grad(), whole_sequences(policy):

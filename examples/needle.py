@@ -1,11 +1,11 @@
-"""Needle in a haystack: train a model to find the needle, then test it on prompts that no rank holds in full.
+"""Needle in a haystack: train a model to find needles, then test the model on prompts that no rank holds completely.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/needle.py
 
-A haystack is a row of filler words. A needle is a key and its value, made of other words. It is written backwards, so
-that two layers learn to read it within about a minute: the first sees which word precedes each word, the second looks
-for the last word. Ranks share each row, in training and in `model.generate`. In `generate` each rank keeps the keys and
-values of its own tokens of the prompt.
+A haystack is a row of filler words. A needle consists of a key and its value, made of other words. Needles are written
+backwards, so that two layers learn to read them within about a minute: the first layer finds the word before each word,
+and the second layer searches for the last word. Ranks share each row, both in training and in `model.generate`. During
+`generate`, each rank caches the keys and values of its own tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_integration import share_sequences
 
 FILLERS, WORDS = 16, 32  # vocabulary: the words of hay, then those of needles
-NEEDLES, WIDTH = 4, 4  # needles in a haystack; words of each, a key and three of its value
-LONGEST = 256  # tokens of the longest haystack in training
-LENGTHS, DEPTHS = (64, 128, 256, 512, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)  # lengths and depths that are tested
+NEEDLES, WIDTH = 4, 4  # needles in a haystack; words per needle: a key and three for its value
+LONGEST = 256  # maximum tokens of a haystack in training
+LENGTHS, DEPTHS = (64, 128, 256, 512, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)  # tested lengths and depths
 
 
 def small_llama() -> LlamaForCausalLM:
@@ -35,11 +35,12 @@ def small_llama() -> LlamaForCausalLM:
 
 
 def haystacks(rows: int, length: int, depth: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return haystacks (rows, length), and the needles in them (rows, NEEDLES, WIDTH).
+    """Return haystacks (rows, length) and their needles (rows, NEEDLES, WIDTH).
 
-    The first needle is at a depth from 0 to 1, the others are anywhere. Without a depth all are anywhere.
+    The first needle is placed at the given depth from 0 to 1, and the other needles are placed randomly. Without a
+    depth, all needles are placed randomly.
     """
-    words = torch.rand(rows, WORDS).argsort(1)[:, : NEEDLES * WIDTH] + FILLERS  # each in one place of a row
+    words = torch.rand(rows, WORDS).argsort(1)[:, : NEEDLES * WIDTH] + FILLERS  # each word occurs once per row
     needles = words.view(rows, NEEDLES, WIDTH)
     places = torch.rand(rows, length // WIDTH).argsort(1)
     if depth is not None:
@@ -51,19 +52,22 @@ def haystacks(rows: int, length: int, depth: float | None = None) -> tuple[Tenso
 
 
 def batch_of(progress: float) -> tuple[Tensor, Tensor]:
-    """Return rows that query all needles of a haystack, and labels for their values. Hay is added after half of the
-    steps, when the model has learned needles without hay."""
+    """Return rows that query all needles of a haystack, and labels for the values of the needles.
+
+    Hay is added after half of the steps, when the model has learned needles without hay.
+    """
     most = NEEDLES + (LONGEST // WIDTH - NEEDLES) * min(1.0, max(0.0, 3 * progress - 1.5))
     hay, needles = haystacks(32, WIDTH * int(torch.randint(NEEDLES, int(most) + 1, ())))
     values = needles.clone()
-    values[:, :, 0] = -100  # which key is queried cannot be known
+    values[:, :, 0] = -100  # the queried key is unpredictable
     labels = torch.cat([torch.full_like(hay, -100), values.flatten(1)], 1)
     return torch.cat([hay, needles.flatten(1)], 1), labels
 
 
 def accuracy(model: LlamaForCausalLM, length: int, depth: float) -> float:
-    """Return the share of haystacks in which the model, given the key of the needle at a depth, generates its whole
-    value."""
+    """Return the share of haystacks for which the model generates the whole value of the needle at a depth, given its
+    key.
+    """
     hay, needles = haystacks(16, length, depth)
     prompt = torch.cat([hay, needles[:, 0, :1]], 1).to(model.device)
     ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=WIDTH - 1, do_sample=False)

@@ -1,11 +1,11 @@
-"""The perplexity, and the loss by position, of a text that is too long for one rank.
+"""Compute the perplexity, and the loss by position, of a text that is too long for one rank.
 
     torchrun --nproc-per-node 4 examples/perplexity.py --model FOLDER --text FILE
 
-The folder has a causal language model and its tokenizer, as `save_pretrained` writes them. The text is fed to the model
-chunk by chunk, each with the cache of the earlier chunks. Ranks share each chunk: a rank keeps the keys and values of
-its own tokens, and computes the losses of its own logits. Each token but the first is predicted from all tokens before
-it.
+The folder contains a causal language model and its tokenizer, as written by `save_pretrained`. The model processes the
+text chunk by chunk, each time with the cache of earlier chunks. Ranks share each chunk: a rank caches the keys and
+values of its own tokens, and computes the losses of its own logits. Every token except the first is predicted from all
+preceding tokens.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from ds_seqpar.whole import plain
 from hf_integration import share_sequences
 
-STRETCHES, WIDTH = 32, 40  # stretches of the text whose mean losses are shown, and the length of the longest bar
+STRETCHES, WIDTH = 32, 40  # number of parts of the text with a mean loss each; characters of the longest bar
 
 
 @torch.no_grad()
 def token_losses(model: PreTrainedModel, ids: Tensor, chunk: int) -> Iterator[Tensor]:
-    """Yield the fp64 losses (tokens of the chunk,) of all tokens of a text except the first, chunk by chunk.
+    """Yield the fp64 losses of all tokens except the first, as one tensor (tokens,) per chunk.
 
     Args:
         model: A patched model in evaluation mode.
         ids: The text's token ids (tokens,), the same on all ranks.
-        chunk: The number of tokens per forward. Losses do not depend on it.
+        chunk: The number of tokens per forward pass, which does not affect the losses.
     """
     cache = DynamicCache(config=model.config)
     for tokens, labels in zip(ids[:-1].split(chunk), ids[1:].split(chunk), strict=True):

@@ -1,10 +1,9 @@
-"""A reward model in a custom training loop in which ranks share each sequence. It prints the same numbers on 1 rank and
-on 2:
+"""Train a reward model in a custom loop whose ranks share sequences. The output is the same on 1 or 2 ranks:
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/reward_loop.py --size 2
 
-Heads other than a causal language model's are given whole outputs of the base model. So transformers'
-ForSequenceClassification returns the score of each row, on all ranks that share it.
+Heads other than a causal language model's receive the whole output of the base model. With these heads, transformers'
+ForSequenceClassification returns the score of each row on all ranks that share the row.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     for step in range(args.steps):
-        # in each step every group takes another pair: a chosen row, and a rejected one that is shorter
+        # in each step, every group uses a different pair: a chosen row, and a shorter, rejected row
         ids = torch.randint(1, 256, (sp.data_size, 2, 96))[sp.data_rank]
         ids[1, 70:] = 0
         scores = model(input_ids=ids.to(sp.device), attention_mask=(ids != 0).long().to(sp.device)).logits

@@ -1,11 +1,11 @@
-"""Prints what latent attention sends and keeps, from its programs alone: a table of docs/benchmarks.md.
+"""Print a table of latent attention's traffic and memory, computed from its programs (docs/benchmarks.md).
 
     python -m benchmarks.attention.latent
     python -m benchmarks.attention.latent --size 16 --tokens 131072
 
-Of each model and number of Ulysses ranks: MiB that the busiest rank receives in forward and backward of one layer,
-with keys and values expanded before they are sent, with the latent sent, and their ratio; then the MiB that a forward
-keeps, and those of the peak of a backward, expanded and latent. A ring in bf16, causal, one sequence.
+Rows are models and numbers of Ulysses ranks. The columns compare sending expanded keys and values with sending the
+latent. The figures are the MiB received by the busiest rank in forward and backward of one layer, the MiB saved by
+forward, and the peak MiB of backward. The setup is a ring in bf16 with a causal mask and one sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ds_seqpar.core.compiler.tiles.launches import PLAIN_KERNEL
 from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.operators.latent import LatentShape
 
-# heads, head_dim of q and k, of v, and the width of a latent
+# heads, head_dim of q and k, head_dim of v, latent width
 MODELS = {
     "DeepSeek-V3": (128, 192, 128, 576),
     "DeepSeek-V2-Lite": (16, 192, 128, 576),
@@ -37,7 +37,7 @@ MIB = 2**20
 
 
 def received(bound: BoundProgram) -> int:
-    """Return the bytes that arrive at the program's rank."""
+    """Return the bytes that the program's rank receives."""
     total = 0
     for instruction in bound.program.code:
         if isinstance(instruction, op.Post):
@@ -66,7 +66,7 @@ def of_ranks(size: int, ulysses: int, tokens: int, model: str, sent: str) -> Ite
 
 
 def inputs_of(model: str, tokens: int, sent: str, are_kept: bool) -> int:
-    """Return the bytes of q, k and v that backward needs, or of q, the latent and the matrix that expands it."""
+    """Return the bytes of inputs that backward needs: q, k and v, or q, the latent and the expansion matrix."""
     heads, dim, v_dim, width = MODELS[model]
     keys = width if sent == "latent" else 2 * heads * max(dim, v_dim)
     matrix = heads * width * (dim + v_dim) if sent == "latent" else 0

@@ -1,4 +1,4 @@
-"""Attention of the contenders that benchmarks compare: ours, and DeepSpeed's `DistributedAttention`."""
+"""The attention calls of contenders: this library's, and DeepSpeed's `DistributedAttention`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """attend: of this rank's tokens, (1, local_seq, heads, head_dim) each. positions: of these tokens. sp: of ours."""
+    """The attention call of a contender.
+
+    Attributes:
+        attend: The function, called with this rank's q, k and v, (1, local_seq, heads, head_dim) each.
+        positions: The positions of this rank's tokens.
+        sp: The SequenceParallel; None for peers.
+    """
 
     attend: Attend
     positions: Tensor
@@ -30,7 +36,11 @@ class Attention:
 
 
 def made(spec: Spec, seq: int, heads: tuple[int, int], causal: bool = True) -> Attention:
-    """A contender over all ranks. heads: of queries, of keys. Raises ValueError on all ranks alike where it cannot."""
+    """Create a contender over all ranks. `heads` is (query heads, key/value heads).
+
+    Raises:
+        ValueError: The contender does not support these settings. Raised on all ranks.
+    """
     if spec.peer:
         return deepspeed_ulysses(spec, seq, heads, causal)
     config = SequenceParallelConfig.from_dict({"size": dist.get_world_size(), **spec.section})
@@ -39,7 +49,7 @@ def made(spec: Spec, seq: int, heads: tuple[int, int], causal: bool = True) -> A
 
 
 def deepspeed_ulysses(spec: Spec, seq: int, heads: tuple[int, int], causal: bool) -> Attention:
-    """DeepSpeed's layer around PyTorch's attention."""
+    """Return DeepSpeed's layer around PyTorch's attention."""
     import deepspeed
     from deepspeed.sequence.layer import DistributedAttention
 
@@ -48,7 +58,7 @@ def deepspeed_ulysses(spec: Spec, seq: int, heads: tuple[int, int], causal: bool
         raise ValueError(f"attention is compared with deepspeed, which takes no settings; got {spec.name}")
     if any(count % size for count in heads):
         raise ValueError(f"DistributedAttention needs heads that {size} ranks divide; got {heads[0]}/{heads[1]}")
-    with contextlib.redirect_stdout(sys.stderr):  # it tells of its op
+    with contextlib.redirect_stdout(sys.stderr):  # for messages about its op
         deepspeed.init_distributed(dist.get_backend(), verbose=False)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -59,8 +69,11 @@ def deepspeed_ulysses(spec: Spec, seq: int, heads: tuple[int, int], causal: bool
 
 
 def of_cache(spec: Spec, its: Attention, step: str, seq: int, kept: int) -> tuple[Attend, Tensor, Tensor]:
-    """Attention of new tokens to kept ones: (attend, positions of this rank's new tokens, of its kept ones), each rank
-    with an equal stretch of both; in decoding all ranks have the one new token."""
+    """Return (attend, positions of this rank's new tokens, positions of its cached tokens) for attention to a cache.
+
+    Each rank has equal, consecutive parts of the new and the cached tokens. In decoding, all ranks have the single new
+    token.
+    """
     if its.sp is None:
         raise ValueError(f"attention to a cache is ours alone; got {spec.name}")
     sp, side = its.sp, spec.section.get("rotate_forward", "auto")
@@ -75,7 +88,7 @@ def of_cache(spec: Spec, its: Attention, step: str, seq: int, kept: int) -> tupl
 
 
 def gathering(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of the same queries on all ranks, each of which gathers the keys and values of all."""
+    """Compute attention of the same queries on all ranks, after each rank has gathered all keys and values."""
     parts = [[torch.empty_like(x) for _ in range(dist.get_world_size())] for x in (k, v)]
     for found, x in zip(parts, (k, v), strict=True):
         dist.all_gather(found, x)
@@ -83,13 +96,13 @@ def gathering(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """PyTorch's attention, of tensors (1, seq, heads, head_dim)."""
+    """Compute PyTorch's attention for tensors (1, seq, heads, head_dim)."""
     parts = (x.transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
 def step(attend: Attend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
-    """Forward and backward: out, dq, dk, dv."""
+    """Run forward and backward, and return out, dq, dk and dv."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves)
     out.backward(do)

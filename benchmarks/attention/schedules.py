@@ -1,17 +1,20 @@
-"""Prints what each schedule receives, from plans alone: tables of docs/benchmarks.md.
+"""Print tables of the bytes that ranks receive with each schedule, computed from plans (docs/benchmarks.md).
 
     python -m benchmarks.attention.schedules                    # 16 and 64 ranks
     python -m benchmarks.attention.schedules --causal 6 28 120  # the triangle, the best mesh, a ring, the floor
 
-Bytes are those that the busiest rank receives for one layer, as multiples of the q of its own tokens in bf16. Partial
-results and gradients travel in the dtype named. Without --causal: full attention, causal for schedules that are nothing
-else, with the mean over ranks in brackets where ranks differ. Schedules that do not fit the number are left out.
+Bytes are those received by the busiest rank in one layer, as multiples of the bf16 q of its own tokens. Partial results
+and gradients are sent in the named dtype. Without --causal, attention is full, except for schedules that support only
+causal attention. If ranks differ, the mean over ranks is given in parentheses. Schedules that do not support the number
+of ranks are omitted.
 
-With --causal, each schedule has the shape and what travels that bring it least; in brackets the triangle's strips,
-where it has more than one. The floor: let a rank have x query rows and y k/v rows, in its own tokens' number n. It sees
-x y n^2 pairs at most, less the half of its own n^2 that the mask hides. Its share of A n tokens' pairs is A n^2 / 2. So
-x y >= (A + 1) / 2. Each query row that is not its own is received, and its partial result by somebody; each k/v row
-likewise, with gradients in backward. No equal share of work has a smaller mean over ranks, whatever the schedule.
+With --causal, each schedule uses the shape and the moving side with the fewest received bytes. The number of the
+triangle's strips is given in parentheses if greater than one. The floor is derived as follows. Suppose that a rank
+processes x query rows and y k/v rows, in units of its own n tokens. The rank computes at most x y n^2 pairs, minus the
+half of its own n^2 pairs that the mask hides. With A ranks, the rank's share of all pairs is A n^2 / 2. A rank's share
+is therefore only possible with x y >= (A + 1) / 2. Each remote query row must be received, and so must its partial
+result; k/v rows must be received too and, in backward, their gradients. No schedule with equal shares of work receives
+less on average.
 """
 
 from __future__ import annotations
@@ -42,19 +45,21 @@ def shape_for(heads: tuple[int, int], travel: str) -> Shape:
 
 
 def block_bytes(shape: Shape, direction: str, shards: Shards) -> dict[str, int]:
-    """Bytes of one block of each kind, of even shards: what `Plan.received` and `Costs` take. A rank may have
-    several blocks, which are sent separately."""
+    """Return the bytes of one block of each kind, for even shards.
+
+    `Plan.received` and `Costs` accept the returned sizes. A rank may have several blocks, which are sent separately.
+    """
     sizes = shape.bytes_per_token(direction)
     return {kind: size * shards.tokens(side_of(kind), (0,)) for kind, size in sizes.items()}
 
 
 def unit(shape: Shape, shards: Shards) -> int:
-    """Bytes of the q of a CP rank's tokens."""
+    """Return the bytes of q for one CP rank's tokens."""
     return shape.bytes_per_token("forward")["q"] * tokens_of(shards, "q", 0)
 
 
 def names(ranks: int) -> list[str]:
-    """The contenders that fit so many ranks."""
+    """Return the contenders that support this number of ranks."""
     side, others = int(ranks**0.5), 2 * ranks // int(ranks**0.5)
     mesh = f"mesh={side // 2},1,{others}"
     teams = [f"wallfacer={team}" for team in sorted({2, side // 2})]
@@ -83,7 +88,9 @@ def config_of(ranks: int, name: str) -> SequenceParallelConfig:
 
 
 def causal(name: str) -> bool:
-    """Whether its schedule computes nothing else: no product of the first block with a later one."""
+    """Return whether the schedule supports only causal attention, i.e. no product of the first block with a later
+    block.
+    """
     return not SCHEDULES[parse(name).section["schedule"]].can_compute(0, 1)
 
 
@@ -98,7 +105,7 @@ def received(ranks: int, name: str, direction: str, shape: Shape) -> str:
 
 
 def least(name: str, ranks: int, direction: str, shape: Shape) -> tuple[float, ScheduleOptions]:
-    """Units that the busiest rank receives, in the best of all shapes, and that; inf where the schedule has none."""
+    """Return (units that the busiest rank receives with the best shape, the shape); infinity if no shape exists."""
     schedule = SCHEDULES[name]
     found: tuple[float, ScheduleOptions] = math.inf, {}
     heads = shape.q_heads, shape.kv_heads
@@ -114,7 +121,7 @@ def least(name: str, ranks: int, direction: str, shape: Shape) -> tuple[float, S
 
 
 def floor(ranks: int, direction: str, shape: Shape) -> float:
-    """Units that ranks receive on average at least."""
+    """Return the lower bound on the units that ranks receive on average."""
     costs, sizes = {"q": 0.0, "kv": 0.0}, shape.bytes_per_token(direction)
     for kind in ("q", "kv", *ACCUMULATORS[direction]):
         costs[side_of(kind)] += sizes[kind] / shape.bytes_per_token("forward")["q"]

@@ -1,22 +1,30 @@
-"""Times attention of contenders that take turns, in training or in generation: on a cluster in a box, or this machine.
+"""Time attention of several contenders, in training or generation, on a simulated cluster or on this machine.
 
     python -m benchmarks.cluster.attention --nodes 16 --link 20mbit -- ring mesh=4,1,4 u4/attention2d=2,2 u16 deepspeed
     python -m benchmarks.cluster.attention --nodes 1 --ranks-per-node 4 --seq 2048 --rounds 41 -- deepspeed u4
     python -m benchmarks.cluster.attention --nodes 8 --step continue --kept 8192 -- ring+rotate_forward=q \
         ring+rotate_forward=kv
 
-A node is a network namespace with a link of the given rate, out and in (`cluster.net`); that needs root and iproute2.
-Ranks of one node talk over loopback, so --nodes 1 needs neither. All contenders (`benchmarks.contenders`) run in the
-same processes on the same inputs, each rank's dealt in the contender's own layout. Each is compared with dense
-attention first. A time is from the moment at which all ranks begin to the end of the slowest one.
+A node is a network namespace with a link of the given rate in each direction (`cluster.net`), which requires root and
+iproute2. Ranks of one node communicate over loopback, so --nodes 1 requires neither root nor iproute2. All contenders
+(`benchmarks.contenders`) take turns in the same processes. Contenders receive the same inputs, each in the contender's
+own layout. Each contender is first compared with dense attention. Times start when all ranks begin, and end when the
+slowest rank is done.
 
---step says what a call is. training: forward and backward. prefill: forward alone, of a prompt. continue: --seq new
-tokens attend to --kept earlier ones, queries (+rotate_forward=q) or keys and values (kv) going round. decode: one new
-token attends to them; with +rotate_forward=kv every rank gathers all keys and values for it.
+--step selects the call:
 
-MB out, in: what the interface of the busiest node carried in one call, headers and acknowledgements included. plan MB:
-of its busiest direction, by the plan (of a call that has one). measured / plan: of the node where they differ most, out
-and in together. share of link: the time of these bytes at the link's rate, over the time of the call.
+- training: forward and backward.
+- prefill: forward only, for a prompt.
+- continue: --seq new tokens attend to --kept earlier tokens. Either queries (+rotate_forward=q) or keys and values
+  (+rotate_forward=kv) travel around the ring.
+- decode: one new token attends to the earlier tokens. With +rotate_forward=kv, every rank gathers all keys and values.
+
+Columns of the table:
+
+- MB out, MB in: bytes at the network interface of the busiest node in one call, including headers and acknowledgements.
+- plan MB: planned bytes of the busiest node in its busier direction, if the call has a plan.
+- measured / plan: measured bytes divided by planned bytes, for the node with the greatest deviation.
+- share of link: the time to send the measured bytes at the link's rate, divided by the time of the call.
 """
 
 from __future__ import annotations
@@ -59,7 +67,7 @@ def main() -> None:
 def arguments(
     parser: argparse.ArgumentParser, default: Sequence[str], given: list[str] | None = None
 ) -> argparse.Namespace:
-    """default: contenders, where none is given. given: the words of the command line; None: those of this process."""
+    """Parse the command line, or the words in `given`. `default` lists the default contenders."""
     contenders.add(parser, *default)
     on_ranks.options(parser, nodes=16, per_node=1)
     parser.add_argument("--link", type=on_ranks.link, default="50mbit",
@@ -73,8 +81,10 @@ def arguments(
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each contender, in the order given, with every figure of the table; only `name` and `cannot` where
-    it cannot run. Raises RankFailure where a rank failed."""
+    """Return a row for each contender, in the given order, with all figures of the table.
+
+    The row of a contender that cannot run contains only `name` and `cannot`. Raises RankFailure if a rank fails.
+    """
     with set_up(args) as (ranks, network):
         rows = prepare(ranks, network, args)
         take_turns(ranks, [row for row in rows if "cannot" not in row], args.rounds)
@@ -83,14 +93,14 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def set_up(args: argparse.Namespace) -> Iterator[tuple[Ranks, net.Network]]:
-    """Ranks, each in its node, with the tensors that they work on in a file; all of it is taken down at the end."""
+    """Context manager that starts ranks in their nodes, with the input tensors in a file, and cleans up on exit."""
     with net.Network(args.nodes, args.link) as network, on_ranks.started(args, network) as ranks:
         torch.save(tensors(args), Path(ranks.folder.name, "tensors"))
         yield ranks, network
 
 
 def prepare(ranks: Ranks, network: net.Network, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Makes every contender that can run, compares it with dense attention, and counts the bytes of one call."""
+    """Create every contender that can run, compare its results with dense attention, and count the bytes of a call."""
     rows: list[dict[str, Any]] = []
     for spec in args.contenders:
         index = sum("cannot" not in row for row in rows)
@@ -121,7 +131,7 @@ def _prepared(ranks: Ranks, network: net.Network, args: argparse.Namespace, spec
 
 
 def take_turns(ranks: Ranks, rows: list[dict[str, Any]], rounds: int) -> None:
-    """Adds the seconds of every round to the rows."""
+    """Add the seconds of every round to the rows."""
     steps = {row["name"]: index for index, row in enumerate(rows)}
     found = in_turns(steps, rounds, lambda index: on_ranks.turn(ranks, index).seconds, warm=0)
     for row in rows:
@@ -129,7 +139,7 @@ def take_turns(ranks: Ranks, rows: list[dict[str, Any]], rounds: int) -> None:
 
 
 def tensors(args: argparse.Namespace) -> dict[str, Tensor]:
-    """q, k, v and the output's gradient in their dtype, and dense attention's results of them in fp64."""
+    """Return q, k, v and the output's gradient in their dtype, and the results of dense attention, computed in fp64."""
     generator = torch.Generator().manual_seed(0)
     queries = 1 if args.step == "decode" else args.seq
     keys = args.kept if args.step in CACHED else args.seq
@@ -137,13 +147,13 @@ def tensors(args: argparse.Namespace) -> dict[str, Tensor]:
               "do": (queries, args.heads)}  # fmt: skip
     whole = {name: torch.randn((1, *shape, args.head_dim), generator=generator) for name, shape in shapes.items()}
     whole = {name: x.to(getattr(torch, DTYPES[args.dtype])) for name, x in whole.items()}
-    causal = args.causal and args.step not in CACHED  # new tokens see all that are kept
+    causal = args.causal and args.step not in CACHED  # new tokens see all cached tokens
     found = results(args, lambda q, k, v: peers.dense(q, k, v, causal), *(x.double() for x in whole.values()))
     return whole | dict(zip(RESULTS, (x.float() for x in found), strict=False))
 
 
 def results(args: argparse.Namespace, attend: peers.Attend, *inputs: Tensor) -> list[Tensor]:
-    """What a call gives, of q, k, v and do: out, and in training dq, dk and dv."""
+    """Return the results of a call: out and, in training, dq, dk and dv."""
     if args.step == "training":
         return peers.step(attend, *inputs)
     with torch.no_grad():
@@ -155,7 +165,7 @@ def results(args: argparse.Namespace, attend: peers.Attend, *inputs: Tensor) -> 
 
 @dataclasses.dataclass
 class Step:
-    """run: gives the results of this rank's tokens, which are at `positions` of the whole results."""
+    """A call that returns the results of this rank's tokens, which are at `positions` of the sequence."""
 
     run: Callable[[], list[Tensor]]
     positions: Tensor
@@ -165,7 +175,10 @@ class Step:
 
 
 def build(spec: Spec, args: argparse.Namespace, folder: str) -> str | None:
-    """Makes the next step; None, or why it cannot run here, which is said before anything is sent."""
+    """Create the next step of a contender. Return None, or the reason why the contender cannot run.
+
+    The reason is determined before any communication.
+    """
     whole = torch.load(Path(folder, "tensors"), mmap=True)
     try:
         found = peers.made(spec, args.seq, (args.heads, args.kv_heads), args.causal)
@@ -180,7 +193,7 @@ def build(spec: Spec, args: argparse.Namespace, folder: str) -> str | None:
 
 
 def differences(index: int, folder: str) -> list[float]:
-    """max|a - b| / max|b| of each result against dense attention's, on this rank's tokens."""
+    """Return max|a - b| / max|b| of each result compared with dense attention, for this rank's tokens."""
     whole, its = torch.load(Path(folder, "tensors"), mmap=True), on_ranks.STEPS[index]
     assert isinstance(its, Step)
     found = zip(RESULTS, its.run(), strict=False)
@@ -191,7 +204,7 @@ def differences(index: int, folder: str) -> list[float]:
 
 
 def title(args: argparse.Namespace) -> str:
-    """What was run, in a line."""
+    """Describe the run in one line."""
     kept = f" {args.kept} kept," * (args.step in CACHED)
     return (
         f"{on_ranks.places(args, args.link)}; {args.step}, {args.seq} tokens,{kept} "
@@ -201,7 +214,7 @@ def title(args: argparse.Namespace) -> str:
 
 
 def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    """The rows as Markdown, without links where there are none; what cannot run stands below with its reason."""
+    """Format the rows as Markdown. Below the table, list contenders that cannot run, with reasons."""
     able, lines = [row for row in rows if row.get("seconds")], []
     for row in able:
         seconds, most = row["seconds"], max(*row["out"], *row["in"])
@@ -214,8 +227,10 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
 
 
 def plan_ratio(row: dict[str, Any]) -> float | None:
-    """Bytes that a node's interface carried, out and in, over the plan's, of the node where they differ most. Both ways
-    together: what a node receives it acknowledges, which shows where the plan lets it send next to nothing."""
+    """Return measured bytes divided by planned bytes, for the node with the greatest deviation.
+
+    Both directions are added up, since acknowledgements dominate if a node sends almost nothing else.
+    """
     if row["plan"] is None:
         return None
     found, planned = (map(sum, zip(*both, strict=True)) for both in ((row["out"], row["in"]), row["plan"]))

@@ -1,18 +1,22 @@
-"""Times layers of other kinds than attention, of contenders that take turns on a cluster in a box.
+"""Time layers other than attention on a simulated cluster, with several contenders that take turns.
 
     python -m benchmarks.cluster.layers --nodes 8 --link 50mbit --layer delta --seq 4096 -- \
         u8+recurrent_layers=heads ring+recurrent_layers=states
     python -m benchmarks.cluster.layers --nodes 8 --link 50mbit --layer latent -- ring+latent_attention=latent \
         ring+latent_attention=expanded
 
-Nodes, links, contenders, turns and the table are those of `cluster.attention`; a call is forward and backward.
+Nodes, links, contenders, turns and the table are the same as in `cluster.attention`. A call runs forward and backward.
 
---layer delta: a gated delta rule, as Qwen3-Next has it: heads of values twice those of keys. decay: Mamba-2, with one
-group of keys for eight heads. Both run transformers' own functions for CPUs, in chunks of 64 tokens. latent: attention
-of DeepSeek-V3's proportions: queries of 1.5 head_dim, a latent of 4.5 head_dim.
+--layer selects the layer:
 
-Each contender is compared first with the same layer in one process. MiB: of tensors that a call makes on a rank, the
-most at once. counted MB: what the rank that gets most says that it received in a call.
+- delta: a gated delta rule as in Qwen3-Next, with twice as many value heads as key heads.
+- decay: Mamba-2, with one group of keys for eight heads.
+- latent: attention with the proportions of DeepSeek-V3: queries of 1.5 head_dim, and a latent of 4.5 head_dim.
+
+The layers delta and decay run transformers' own functions for CPUs, in chunks of 64 tokens.
+
+Each contender is first compared with the same layer in one process. "MiB" is the peak memory of tensors that a rank
+allocates during a call. "counted MB" is the maximum over ranks of the bytes that a rank has counted as received.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ def main() -> None:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """given: the words of the command line; None: those of this process."""
+    """Parse the command line, or the words in `given`."""
     parser = tables.parser(__doc__)
     contenders.add(parser, *DEFAULT)
     on_ranks.options(parser, nodes=8, per_node=1)
@@ -65,12 +69,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, whole: dict[str, Any], build: Build) -> list[dict[str, Any]]:
-    """A row for each contender, in the order given. Raises RankFailure where a rank failed.
+    """Return a row for each contender, in the given order. Raises RankFailure if a rank fails.
 
     Args:
-        args: As from `arguments`.
-        whole: What ranks find in a file, with the "results" in one process.
-        build: On a rank: makes the next step of a contender; None, or why it cannot run here.
+        args: The result of `arguments`.
+        whole: The contents of the file that ranks read, including the "results" of one process.
+        build: Called on each rank to create a contender's step; returns None, or the reason why the contender cannot
+            run.
     """
     rows: list[dict[str, Any]] = []
     with net.Network(args.nodes, args.link) as network, on_ranks.started(args, network) as ranks:
@@ -153,7 +158,7 @@ def _random(args: argparse.Namespace, *shape: int) -> Tensor:
 
 
 def _seam(name: str, function: Layer, layer: Layer) -> Layer:
-    """A layer that calls a function of transformers: as it is, or over the ranks of a SequenceParallel."""
+    """Return a layer that calls a function of transformers directly, or over the ranks of a SequenceParallel."""
 
     def run(sp: SequenceParallel | None, *inputs: Tensor) -> Tensor:
         if sp is None:
@@ -165,7 +170,7 @@ def _seam(name: str, function: Layer, layer: Layer) -> Layer:
 
 
 def reference(args: argparse.Namespace) -> dict[str, Any]:
-    """The inputs, the output's gradient, and the results in one process, in fp32."""
+    """Return the inputs, the output's gradient, and the fp32 results of one process."""
     inputs, layer = LAYERS[args.layer](args)
     whole = [x.requires_grad_() for x in inputs.values()]
     out = layer(None, *whole)
@@ -180,7 +185,7 @@ def reference(args: argparse.Namespace) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Step:
-    """A call: forward and backward of this rank's tokens, which are at `positions`."""
+    """A forward and backward call for this rank's tokens, at `positions` of the sequence."""
 
     sp: SequenceParallel
     layer: Layer
@@ -202,7 +207,10 @@ class Step:
 
 
 def build(spec: Spec, args: argparse.Namespace, folder: str) -> str | None:
-    """Makes the next step; None, or why it cannot run here, which is said before anything is sent."""
+    """Create the next step of a contender. Return None, or the reason why the contender cannot run.
+
+    The reason is determined before any communication.
+    """
     try:
         config = SequenceParallelConfig.from_dict({"size": dist.get_world_size(), **spec.section})
         sp = SequenceParallel(config, heads=(args.heads, args.heads))
@@ -222,13 +230,13 @@ def _step(index: int) -> Step:
 
 
 def difference(index: int, folder: str) -> float:
-    """The greatest error of a result against that in one process, on this rank's tokens."""
+    """Return the maximum error of this rank's results, compared with one process."""
     whole, step = torch.load(Path(folder, "tensors"), mmap=True), _step(index)
     return max(step.error(a, b[:, step.positions]) for a, b in zip(step.run(), whole["results"], strict=True))
 
 
 def most_alive(index: int) -> int:
-    """Bytes of tensors that a call makes, the most at once."""
+    """Return the peak bytes of tensors that a call allocates."""
     step = _step(index)
     with Live(*step.inputs, step.do) as live:
         step.run()
@@ -236,7 +244,7 @@ def most_alive(index: int) -> int:
 
 
 def received(index: int) -> int:
-    """Bytes that this rank has received."""
+    """Return the bytes that this rank has received."""
     return 4 * sum(_step(index).sp.comm.received.values())
 
 
@@ -251,7 +259,7 @@ def title(args: argparse.Namespace) -> str:
 
 
 def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    """The rows as Markdown; what cannot run stands below with its reason."""
+    """Format the rows as Markdown. Below the table, list contenders that cannot run, with reasons."""
     able, lines = [row for row in rows if row.get("seconds")], []
     for row in able:
         median, first = statistics.median(row["seconds"]), statistics.median(able[0]["seconds"])

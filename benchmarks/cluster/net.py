@@ -1,9 +1,9 @@
-"""A cluster of network namespaces: a node is one, joined to a switch (one more) by a link of a given rate each way.
+"""A cluster of network namespaces: each node is a namespace, connected to a switch namespace by a rate-limited link.
 
-Both ends of every link have a token bucket (`tc tbf`), so a node's traffic is limited out and in, each by itself. Ranks
-of one node talk by its loopback, without a limit. Neighbors' addresses are written down beforehand and nothing speaks
-IPv6: all that is counted is TCP. The names of namespaces have the maker's process id, so `sweep` finds what a killed
-run left. Needs root and iproute2.
+A token bucket (`tc tbf`) at each end of a link limits a node's traffic separately in each direction. Ranks of one node
+communicate over loopback, without a limit. Neighbors' addresses are configured in advance and IPv6 is disabled, so that
+all counted traffic is TCP. The namespaces' names contain the creator's process id, so that `sweep` can find namespaces
+of killed runs. Requires root and iproute2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = re.compile(PREFIX + r"-(\d+)-\w+")
 PORT = "eth0"  # a node's interface
 MTU = 9000
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-# no segment is lost, so none need be sent twice: not after an idle time, nor because it stood long in a bucket's queue
+# no segment is lost, so avoid retransmission after idle times or long waits in a bucket's queue
 SYSCTLS = {
     "ipv4/tcp_congestion_control": "reno",
     "ipv4/tcp_slow_start_after_idle": "0",
@@ -35,11 +35,11 @@ SYSCTLS = {
 
 
 class NetworkError(RuntimeError):
-    """The cluster cannot be set up here; the message says what is needed."""
+    """Raised if the cluster cannot be created on this machine. The message names the requirement."""
 
 
 def refusal() -> str | None:
-    """What this machine lacks, in a sentence; None where a cluster can be made."""
+    """Return a message about missing requirements, or None if a cluster can be created."""
     lacking = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if lacking:
         return f"a cluster in a box needs iproute2; {' and '.join(lacking)} cannot be found, install it"
@@ -49,7 +49,10 @@ def refusal() -> str | None:
 
 
 def rate_of(link: str) -> float:
-    """Bytes a second of a rate as `tc` spells it in bits ("50mbit"). Raises ValueError for another spelling."""
+    """Return the bytes per second of a rate in the notation of `tc`, such as "50mbit".
+
+    Raises ValueError for other notations.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", link)
     if not match or not float(match[1]):
         raise ValueError(f"a link's rate must be a number with kbit, mbit or gbit; got {link!r}, write e.g. 50mbit")
@@ -57,7 +60,9 @@ def rate_of(link: str) -> float:
 
 
 class Network:
-    """`nodes` namespaces with an address each, from `with` to its end; none of one node, which is this machine."""
+    """Context manager with `nodes` namespaces, each with an address. A single node is this machine, without a
+    namespace.
+    """
 
     def __init__(self, nodes: int, link: str) -> None:
         self.nodes, self.link = nodes, link
@@ -81,7 +86,7 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Takes everything down; what is down already is passed over."""
+        """Remove all namespaces that still exist."""
         for name in (*self.names, self.switch):
             remove(name)
 
@@ -111,8 +116,8 @@ class Network:
         self.limit(self.link)
 
     def limit(self, link: str) -> None:
-        """Gives every link this rate from now on."""
-        # a bucket of a frame or 1 ms is all that an idle link gives for nothing; its queue loses nothing
+        """Set the rate of all links."""
+        # the burst is one frame or 1 ms, to limit what an idle link sends at once; the queue drops nothing
         bucket = f"tbf rate {link} burst {max(MTU + 1000, int(rate_of(link) * 0.001))} limit 256000000"
         for node, name in enumerate(self.names):
             for place, device in ((name, PORT), (self.switch, f"n{node}")):
@@ -120,17 +125,17 @@ class Network:
 
 
 def address(node: int) -> str:
-    """The IPv4 address of a node."""
+    """Return the IPv4 address of a node."""
     return f"10.77.{node // 200}.{node % 200 + 1}"
 
 
 def mac(node: int) -> str:
-    """The link address of a node, whose last two bytes are its number."""
+    """Return the MAC address of a node, which ends with the node's number."""
     return f"02:00:00:00:{node >> 8:02x}:{node & 255:02x}"
 
 
 def run(*words: str, lines: list[str] | None = None) -> str:
-    """Runs a tool to its end, `lines` its input; returns what it prints. Raises NetworkError where it fails."""
+    """Run a tool with `lines` as input, and return its output. Raises NetworkError if the tool fails."""
     ran = subprocess.run(words, input="\n".join(lines or ()) + "\n", capture_output=True, text=True, check=False)
     if ran.returncode:
         raise NetworkError(f"`{' '.join(words)[:200]}` failed: {ran.stderr.strip()[:400]}")
@@ -138,7 +143,7 @@ def run(*words: str, lines: list[str] | None = None) -> str:
 
 
 def sweep() -> list[str]:
-    """Removes the namespaces of runs whose process is gone, with the processes in them; returns their names."""
+    """Remove the namespaces of runs whose process has exited, kill the processes inside, and return the names."""
     found = [path.name for path in FOLDER.glob(f"{PREFIX}-*")] if FOLDER.is_dir() else []
     stale = [name for name in found if (match := NAME.fullmatch(name)) and not Path("/proc", match[1]).exists()]
     for name in stale:
@@ -147,7 +152,7 @@ def sweep() -> list[str]:
 
 
 def remove(name: str) -> None:
-    """Ends the processes of a namespace, and removes it with its interfaces."""
+    """Kill the processes in a namespace, and remove the namespace with its interfaces."""
     if not FOLDER.joinpath(name).exists():
         return
     for _ in range(100):
@@ -155,14 +160,14 @@ def remove(name: str) -> None:
         if not pids:
             break
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
+            with contextlib.suppress(ProcessLookupError):  # already exited
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.05)
     run("ip", "netns", "delete", name)
 
 
 def counters() -> tuple[int, int]:
-    """(bytes out, bytes in) that the interface of the calling thread's node has carried, headers included."""
+    """Return (bytes out, bytes in) of the interface of the calling thread's node, including headers."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, values = line.partition(":")
         if name.strip() == PORT:

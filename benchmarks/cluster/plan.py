@@ -1,4 +1,4 @@
-"""Bytes that a call of attention sends between nodes, by the programs of all ranks. Nothing is run."""
+"""Compute the bytes that an attention call sends between nodes, from the programs of all ranks. Nothing is run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,17 @@ def bytes_between(
     spec: Spec, args: argparse.Namespace, config: SequenceParallelConfig | None = None,
     directions: Sequence[str] = ("forward", "backward"),
 ) -> tuple[list[int], list[int]]:  # fmt: skip
-    """Out of and into every node, in these directions. args: seq, heads, kv_heads, head_dim, dtype, causal, world,
-    nodes, ranks_per_node. Ranks are numbered node after node. config: of ours, where something else has resolved it.
-    Raises ConfigError where the settings do not fit."""
+    """Return the bytes (out of, into) every node in the given directions. Ranks are numbered node by node.
+
+    Args:
+        spec: The contender.
+        args: Needs seq, heads, kv_heads, head_dim, dtype, causal, world, nodes and ranks_per_node.
+        config: The resolved configuration, if already known.
+        directions: The directions to include.
+
+    Raises:
+        ConfigError: The settings are invalid.
+    """
     messages = _deepspeed(args, directions) if spec.peer else _ours(config or _resolved(spec, args), args, directions)
     out, into = [0] * args.nodes, [0] * args.nodes
     for source, target, size in messages:
@@ -37,7 +45,7 @@ def bytes_between(
 
 
 def _deepspeed(args: argparse.Namespace, directions: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-    """Four all-to-alls in each direction: q, k, v and out, or their gradients."""
+    """Yield the messages of four all-to-alls in each direction: q, k, v and out, or their gradients."""
     heads = 2 * len(directions) * (args.heads + args.kv_heads) // args.world
     size = args.seq // args.world * args.head_dim * ITEMSIZE[DTYPES[args.dtype]] * heads
     return ((a, b, size) for a, b in itertools.permutations(range(args.world), 2))
@@ -67,8 +75,10 @@ def _ours(
 
 
 def received(bound: BoundProgram, place: Place) -> Iterator[tuple[Place, int]]:
-    """From whom a rank's program receives, and how many bytes. A collective brings as much from each other Ulysses
-    rank."""
+    """Yield (source, bytes) for all data that a rank's program receives.
+
+    In an exchange of heads, data arrives from every other Ulysses rank.
+    """
     ulysses_rank, cp_rank = place
     for one in bound.program.code:
         if isinstance(one, Post):

@@ -1,6 +1,6 @@
-"""Ranks of a cluster in a box: how they are started and told what to do, and what they then do.
+"""Start the ranks of a simulated cluster, send them commands, and execute the commands on ranks.
 
-No byte of this goes over a link: ranks find one another by a file, and are told by pipes when to begin.
+Control traffic does not use the links: ranks find one another through a file, and receive commands by pipes.
 """
 
 from __future__ import annotations
@@ -26,23 +26,28 @@ from tests.launch import RankFailure, Ranks
 PRELOAD = ["tests.preloading", "torch.distributed", "deepspeed", "benchmarks.cluster.ranks"]
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
-STEPS: list[Callable[[], Any]] = []  # on a rank: what it can be told to do
+STEPS: list[Callable[[], Any]] = []  # on a rank: the steps that it can be told to run
 
 
 class Turn(NamedTuple):
-    """A step of all ranks. seconds: until the slowest one is done. found: what it gave the first rank."""
+    """The outcome of a step on all ranks.
+
+    Attributes:
+        seconds: The time until the slowest rank was done.
+        found: The first rank's result.
+    """
 
     seconds: float
     found: Any
 
 
 def options(parser: argparse.ArgumentParser, *, nodes: int, per_node: int) -> None:
-    """Those of the network. patience: seconds that a transfer may take."""
+    """Add the options of the network. `patience` is the timeout of a transfer in seconds."""
     tables.add(parser, nodes=nodes, ranks_per_node=per_node, patience=300.0)
 
 
 def link(text: str) -> str:
-    """The type of an option that is a link's rate."""
+    """Validate a link's rate, as the type of a command-line option."""
     try:
         net.rate_of(text)
     except ValueError as reason:
@@ -51,7 +56,7 @@ def link(text: str) -> str:
 
 
 def checked(parser: argparse.ArgumentParser, given: list[str] | None) -> argparse.Namespace:
-    """The arguments, with `world`. Ends this process where the sequence does not fit, or where no cluster can be."""
+    """Parse the arguments, and add `world`. Exit if the sequence length is unsuitable or no cluster can be created."""
     args = parser.parse_args(given)
     args.world = args.nodes * args.ranks_per_node
     if args.seq % (2 * args.world):
@@ -63,20 +68,23 @@ def checked(parser: argparse.ArgumentParser, given: list[str] | None) -> argpars
 
 
 def end_by_exit() -> None:
-    """From now on a signal that ends this process is raised, so that the cluster is taken down."""
+    """Convert signals that end this process to exceptions, so that the cluster is removed."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def places(args: argparse.Namespace, rate: str) -> str:
-    """For titles."""
+    """Describe ranks and nodes, for titles."""
     if args.nodes == 1:
         return f"{args.world} ranks of one machine"
     return f"{args.nodes} nodes x {args.ranks_per_node}, {rate} a link each way"
 
 
 def report(columns: list[str], lines: list[list[str]], rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    """The lines as Markdown, without columns of links where there are none; below, why other rows cannot run."""
+    """Format the lines as Markdown, followed by the reasons of contenders that cannot run.
+
+    Columns about links are omitted for a single node.
+    """
     shown = len(columns) if args.nodes > 1 else columns.index("MB out")
     reasons = (f"\n{row['name']}: {row['cannot']}" for row in rows if "cannot" in row)
     return "\n".join([tables.table(columns[:shown], (cells[:shown] for cells in lines)), *reasons])
@@ -84,14 +92,14 @@ def report(columns: list[str], lines: list[list[str]], rows: list[dict[str, Any]
 
 @contextlib.contextmanager
 def started(args: argparse.Namespace, network: net.Network, preload: list[str] | None = None) -> Iterator[Ranks]:
-    """All ranks, each in its node, with torch.distributed up."""
+    """Context manager that starts all ranks in their nodes, and initializes torch.distributed."""
     with Ranks(args.world, None, preload or PRELOAD) as ranks:
         call(ranks, enter, network.names, args.ranks_per_node, ranks.folder.name, args.patience)
         yield ranks
 
 
 def call(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
-    """What the function returns, by rank. Raises RankFailure where a rank failed."""
+    """Call a function on all ranks, and return the results by rank. Raises RankFailure if a rank fails."""
     results, errors = ranks.call(function, *arguments, timeout=3600)
     if errors:
         raise RankFailure(errors)
@@ -99,13 +107,13 @@ def call(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
 
 
 def turn(ranks: Ranks, index: int = 0) -> Turn:
-    """All ranks begin a step together."""
+    """Run a step on all ranks, starting at the same time."""
     seconds, found = zip(*call(ranks, one_turn, index, time.monotonic() + 0.05), strict=True)
     return Turn(max(seconds), found[0])
 
 
 def carried(ranks: Ranks, network: net.Network, run: Callable[[], Any]) -> tuple[Any, list[int], list[int]]:
-    """What `run` returns, and the bytes that went out of and came into every node meanwhile."""
+    """Return the result of `run`, and the bytes that every node has sent and received meanwhile."""
     before = settled(ranks, network)
     found = run()
     change = [[b - a for a, b in zip(*node, strict=True)] for node in zip(before, settled(ranks, network), strict=True)]
@@ -113,7 +121,7 @@ def carried(ranks: Ranks, network: net.Network, run: Callable[[], Any]) -> tuple
 
 
 def settled(ranks: Ranks, network: net.Network) -> list[tuple[int, int]]:
-    """Every node's (bytes out, bytes in), once nothing is on its way any more; of one node alone none are counted."""
+    """Return (bytes out, bytes in) of every node after all transfers are complete; zeros for a single node."""
     last, found = None, [(0, 0)]
     while network.names and found != last:
         time.sleep(0.2 if last else 0)
@@ -125,10 +133,10 @@ def settled(ranks: Ranks, network: net.Network) -> list[tuple[int, int]]:
 
 
 def enter(names: list[str], per_node: int, folder: str, patience: float) -> None:
-    """Puts this process into its node before it has a socket or a second thread, and brings torch.distributed up."""
+    """Move this process into its node, before it has sockets or other threads, and initialize torch.distributed."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody is left in a node whose run was killed
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no process remains in a node after its run was killed
     if names:
         with Path(net.FOLDER, names[rank // per_node]).open() as namespace:
             if libc.setns(namespace.fileno(), CLONE_NEWNET):
@@ -141,8 +149,9 @@ def enter(names: list[str], per_node: int, folder: str, patience: float) -> None
 
 
 def one_turn(index: int, start: float) -> tuple[float, Any]:
-    """A step, begun by all ranks at `start` of the machine's clock: seconds from then to its end here, and what it
-    gives."""
+    """Start a step at `start` on the machine's clock. Return the seconds until the step ends on this rank, and the
+    step's result.
+    """
     time.sleep(max(0.0, start - time.monotonic()))
     found = STEPS[index]()
     return time.monotonic() - start, found

@@ -1,21 +1,23 @@
-"""Times whole training steps on a cluster in a box: a LLaMA under ZeRO-3, over links of one rate after another.
+"""Time whole training steps of a LLaMA under ZeRO-3 on a simulated cluster, at one or more link rates.
 
     python -m benchmarks.cluster.training --link 50mbit 200mbit 1gbit -- u2/ring ring u8 deepspeed
     python -m benchmarks.cluster.training --nodes 1 --ranks-per-node 4 -- u4 deepspeed
 
-Nodes and links are those of `cluster.attention`. Contenders (`benchmarks.contenders`) train the same LLaMA on the same
-tokens with the same DeepSpeed settings; `memory.ranks` makes them. Every engine has processes of its own, since
-DeepSpeed keeps one in each. In its turn a contender makes a step to warm up, and then `--steps` at every rate. A step
-is timed from the moment at which all ranks begin to the end of the slowest one. --checkpointing is of all, --tiled-mlp
-of DeepSpeed's recipe.
+Nodes and links are the same as in `cluster.attention`. Contenders (`benchmarks.contenders`) train the same LLaMA on the
+same tokens with the same DeepSpeed settings (`memory.ranks`). Every engine runs in its own processes, since DeepSpeed
+supports one engine per process. In each turn, a contender runs a warm-up step, and then `--steps` steps at every rate.
+Times start when all ranks begin a step, and end when the slowest rank is done. --checkpointing applies to all
+contenders, --tiled-mlp to DeepSpeed's recipe. Losses and norms must agree between contenders, as in `memory.peers`.
 
-All must do the same work: losses and norms are compared as in `memory.peers`.
+Columns of the table:
 
-tokens/s is of the median of all steps at this rate, the spread of the slowest and the fastest. MB: what the interface
-of the busiest node carried in one step, headers included. ZeRO's MB: of those, what parameters and their gradients
-take, measured: the same model on as many tokens a rank, none of which attends to another rank's. attention's: what is
-left, beside the plan of all layers (which knows no step of a checkpoint that is run again). share of link: the time
-that the busier direction takes at the rate of the link, over the time of the step.
+- tokens/s: median of all steps at this rate; the spread ranges from the slowest to the fastest step.
+- MB out, MB in: bytes at the network interface of the busiest node in one step, including headers.
+- ZeRO's MB: bytes for parameters and gradients, measured with the same model and as many tokens per rank, but without
+  attention between ranks.
+- attention's MB: bytes of a step minus ZeRO's bytes.
+- plan MB: planned bytes for the attention of all layers, without the repeated forward of a checkpoint.
+- share of link: the time of the busier direction at the link's rate, divided by the time of the step.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ from tests.launch import PRELOAD, RankFailure
 DEFAULT = ["u2/ring", "ring", "u8", "deepspeed"]
 COLUMNS = ["contender", "tokens/s", "spread", "against first", "MB out", "MB in", "ZeRO's MB", "attention's MB",
            "plan MB", "share of link"]  # fmt: skip
-Kind = tuple[str, dict[str, Any]]  # with its options, as `memory.ranks.made` takes them
-Found = dict[str, tuple[list[float], dict[str, list[int]]]]  # by rate: seconds of steps; bytes of one, by node
+Kind = tuple[str, dict[str, Any]]  # (name, options), the arguments of `memory.ranks.made`
+Found = dict[str, tuple[list[float], dict[str, list[int]]]]  # rate -> (seconds of steps, bytes of one step by node)
 
 
 def main() -> None:
     on_ranks.end_by_exit()
-    os.environ["PYTHONWARNINGS"] = "ignore"  # DeepSpeed's and transformers' of their own calls, of every rank
+    os.environ["PYTHONWARNINGS"] = "ignore"  # hide warnings of DeepSpeed and transformers about their own calls
     args = arguments()
     rows = measure(args)
     for rate in args.link:
@@ -54,7 +56,7 @@ def main() -> None:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """given: the words of the command line; None: those of this process."""
+    """Parse the command line, or the words in `given`."""
     parser = tables.parser(__doc__)
     contenders.add(parser, *DEFAULT)
     on_ranks.options(parser, nodes=4, per_node=2)
@@ -63,7 +65,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     model_options(parser, vocab=1024, hidden=256, intermediate=512, layers=4, heads=8, kv_heads=8)
     tables.add(parser, seq=4096, checkpointing=True, tiled_mlp=True, steps=2, rounds=3)
     args = on_ranks.checked(parser, given)
-    # a layer's parameters stay from when a checkpoint is run again to its backward, as a large model's do
+    # keep a layer's parameters between recomputation and backward, as in a large model
     args.zero = [("stage3_max_reuse_distance", 2**20), *args.zero]
     return args
 
@@ -74,19 +76,21 @@ def kind_of(spec: Spec, args: argparse.Namespace) -> Kind:
 
 
 def alone(spec: Spec, args: argparse.Namespace) -> Kind:
-    """What ZeRO does by itself in this kind: every rank attends to its own tokens."""
+    """Return the same kind of contender without attention between ranks, to measure ZeRO alone."""
     more = {"tiled_mlp": args.tiled_mlp} if spec.peer else {"size": 1}
     return "plain" if spec.peer else "ours", {"checkpointing": args.checkpointing, **more}
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each contender, in the order given: seconds and bytes by rate, ZeRO's bytes and the plan's. Only `name`
-    and `cannot` where a peer cannot run, or where settings do not fit. Raises RankFailure where one of ours failed,
-    SystemExit where losses differ."""
+    """Return a row for each contender, in the given order: seconds and bytes by rate, ZeRO's bytes and planned bytes.
+
+    If a peer cannot run, or settings are invalid, the row contains only `name` and `cannot`. Raises RankFailure if one
+    of our contenders fails, and SystemExit if losses differ.
+    """
     bench = Bench(args)
     rows = [{"name": spec.name, "seconds": {rate: [] for rate in args.link}, **planned(spec, bench, args)}
             for spec in args.contenders]  # fmt: skip
-    zero: dict[str | None, dict[str, list[int]]] = {}  # whose -> bytes of a step
+    zero: dict[str | None, dict[str, list[int]]] = {}  # peer -> bytes of a step
     with net.Network(args.nodes, args.link[0]) as network:
         for turn in range(args.rounds):
             for index in order(len(rows), turn):
@@ -112,7 +116,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def turns(network: net.Network, args: argparse.Namespace, bench: Bench, name: str, kind: Kind, seq: int) -> Found:
-    """Of a contender in fresh processes."""
+    """Run one turn of a contender in new processes."""
     found: Found = {}
     with on_ranks.started(args, network, PRELOAD) as ranks:
         on_ranks.call(ranks, build, bench.model, *kind, seq)
@@ -130,13 +134,16 @@ def turns(network: net.Network, args: argparse.Namespace, bench: Bench, name: st
 
 
 def build(model: made.Model, kind: str, options: dict[str, Any], seq: int) -> None:
-    """On a rank: makes its engine."""
+    """Create the engine on a rank."""
     on_ranks.STEPS[:] = [made.made(model, kind, options, seq)]
 
 
 def planned(spec: Spec, bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
-    """As `plan`, bytes of the busiest node in its busier direction, of the attention of all layers, each once forward
-    and once backward. `cannot`: why there are none."""
+    """Return {"plan": planned bytes of the busiest node in its busier direction}.
+
+    The bytes cover the attention of all layers, forward and backward once each. If no plan exists, return the reason as
+    `cannot`.
+    """
     dtype = "bf16" if args.bf16 else "fp32"
     given = argparse.Namespace(**vars(args), head_dim=args.hidden // args.heads, dtype=dtype, causal=True)
     try:
@@ -147,7 +154,7 @@ def planned(spec: Spec, bench: Bench, args: argparse.Namespace) -> dict[str, Any
 
 
 def title(args: argparse.Namespace, rate: str) -> str:
-    """What was run, in a line."""
+    """Describe the run in one line."""
     how = f"{'bf16' if args.bf16 else 'fp32'}, {'' if args.checkpointing else 'no '}checkpointing"
     return (
         f"{on_ranks.places(args, rate)}; {args.seq} tokens, {args.layers} "
@@ -157,8 +164,7 @@ def title(args: argparse.Namespace, rate: str) -> str:
 
 
 def table(rows: list[dict[str, Any]], args: argparse.Namespace, rate: str) -> str:
-    """The rows at one rate as Markdown, without links where there are none; what cannot run stands below with its
-    reason."""
+    """Format the rows at one rate as Markdown. Below the table, list contenders that cannot run, with reasons."""
     able, lines = [row for row in rows if "cannot" not in row], []
     for row in able:
         seconds, first = row["seconds"][rate], statistics.median(able[0]["seconds"][rate])
@@ -173,7 +179,7 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, rate: str) -> st
 
 
 def attention(row: dict[str, Any]) -> int:
-    """Bytes of a step that are not ZeRO's, of the busiest node in its busier direction."""
+    """Return the bytes of a step minus ZeRO's bytes, for the busiest node in its busier direction."""
     sides = [(row[side], row["zero"][side]) for side in ("out", "in")]
     return max(mine - its for both in sides for mine, its in zip(*both, strict=True))
 

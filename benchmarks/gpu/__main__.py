@@ -1,11 +1,12 @@
-"""What one GPU does: kernels, a rank's part of a sequence, checkpoints, the longest sequence, and the host's work.
+"""Measure one GPU: kernels, one rank's share of a sequence, checkpoints, the longest sequence, and host overhead.
 
     python -m benchmarks.gpu                  # about 8 minutes
-    python -m benchmarks.gpu --stand-in       # small sizes on the CPU: shows that the script runs, and no more
+    python -m benchmarks.gpu --stand-in       # small sizes on the CPU, only to test the script
 
-Prints tables, and writes them and all figures into --out: NAME.md, and NAME.json, which can be sent in (see
-docs/benchmarks.md). Without a GPU it is a stand-in by itself. Every section has a share of --seconds. What did not
-fit, or failed, is said at the end, and the others go on. Times on a GPU are of its events.
+The command prints tables, and writes tables and figures to NAME.md and NAME.json in the folder --out. The JSON can be
+submitted (see docs/benchmarks.md). Without a GPU, --stand-in is implied. Every section receives a share of --seconds. A
+section that fails or runs out of time is reported at the end, and the remaining sections continue. GPU times are
+measured with events.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> Path:
-    """Measures all sections; returns the JSON's path."""
+    """Measure all sections, and return the path of the JSON file."""
     start()
     bench = Bench(args.stand_in, args.room and args.room << 20)
     found: dict[str, Any] = {"about": about(args.stand_in), "records": bench.records, "left_out": bench.left_out}
@@ -64,7 +65,7 @@ def measure(args: argparse.Namespace) -> Path:
         bench.tried("all of it", lambda function=function: function(bench))
         bench.free()
         found["about"]["seconds"] = round(time.perf_counter() - began, 1)
-        file = gpu_tables.write(found, args.out)  # after every section: what ends the process takes no figure away
+        file = gpu_tables.write(found, args.out)  # after every section, so that no figures are lost if the process ends
     print(f"\n{gpu_tables.page(found)}\nwrote {file}, and beside it the page and the chart")
     return file
 

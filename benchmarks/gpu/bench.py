@@ -1,4 +1,4 @@
-"""What all sections share: sizes, the time that is left, records, and what a file says of its machine."""
+"""Shared parts of all sections: sizes, remaining time, records, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -30,10 +30,22 @@ PACKAGES = ("torch", "deepspeed", "transformers", "flash-attn", "flash-attn-3",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is measured. heads: of queries, of keys. matrix: side of the product whose speed is the ceiling. tokens,
-    shares, checkpoints: lengths of the sections "kernels", "ranks", "checkpoints"; host: of "host". window, document:
-    tokens of a window, and of a packed document. intermediate, layers, vocab: of the model. room: bytes beside
-    parameters and gradients, for "longest"; resolution: tokens of its search; most: beyond which it does not look."""
+    """The sizes to measure.
+
+    Attributes:
+        heads: (query heads, key/value heads).
+        matrix: Side of the matrix product whose speed is the ceiling.
+        tokens: Lengths of the section "kernels".
+        window: Tokens of a window.
+        document: Tokens of a packed document.
+        shares: Lengths of the section "ranks".
+        checkpoints: Lengths of the section "checkpoints".
+        intermediate, layers, vocab: Sizes of the model.
+        room: Bytes in addition to parameters and gradients, for "longest".
+        resolution: Resolution of the search for the longest sequence, in tokens.
+        most: Maximum tokens of the search.
+        host: Tokens of the section "host".
+    """
 
     dtype: torch.dtype
     heads: tuple[int, int]
@@ -54,11 +66,11 @@ class Sizes:
 
     @property
     def tolerance(self) -> float:
-        """How far two kernels may differ, as max|a - b| / max|b|."""
+        """Maximum allowed difference between two kernels, as max|a - b| / max|b|."""
         return 2e-2 if self.dtype == torch.bfloat16 else 1e-4
 
 
-# heads and sides are Llama-3-8B's
+# heads and sizes of Llama-3-8B
 GPU = Sizes(
     dtype=torch.bfloat16, heads=(32, 8), head_dim=128, matrix=8192, tokens=(2048, 8192, 32768, 131072), window=1024,
     document=1024, shares=(32768, 131072), checkpoints=(8192, 16384, 32768), intermediate=14336, layers=4,
@@ -72,7 +84,7 @@ STAND_IN = Sizes(
 
 
 class Bench:
-    """records: figures, each with its section. left_out: sentences."""
+    """Collects results: `records` are figures with their section, and `left_out` explains missing figures."""
 
     def __init__(self, stand_in: bool, room: int | None = None) -> None:
         self.device, self.sizes = ("cpu", STAND_IN) if stand_in else ("cuda", GPU)
@@ -82,7 +94,7 @@ class Bench:
         self.name, self.seconds, self.until = "", 0.0, 0.0
 
     def enter(self, name: str, seconds: float = 0.0) -> None:
-        """Begins a section, which has so many seconds."""
+        """Start a section with a time limit in seconds."""
         self.name, self.seconds, self.until = name, seconds, time.perf_counter() + seconds
         say(f"{name}: {seconds:.0f} s" if seconds else name)
 
@@ -98,14 +110,16 @@ class Bench:
         return self.until - time.perf_counter()
 
     def has_time(self, what: str, seconds: float = 0.0, share: float = 1.0) -> bool:
-        """Whether what takes so long fits what is left, and a share of the section's time. If not, that is said."""
+        """Return whether a measurement fits the remaining time and a share of the section's time. A measurement that
+        does not fit is reported.
+        """
         fits = seconds <= min(self.left, share * self.seconds)
         if not fits:
             self.leave_out(what, f"no time, it would take about {seconds:.1f} s" if seconds else "no time")
         return fits
 
     def tried(self, what: str, function: Callable[[], Result]) -> Result | None:
-        """What the function returns; None where it raises, whatever that is: the reason is said, and others go on."""
+        """Return the function's result. If the function raises any exception, report the reason and return None."""
         try:
             found = function()
             settle(self.device)
@@ -113,7 +127,7 @@ class Bench:
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             self.leave_out(what, f"{type(error).__name__}: {lines[0][:200]}")
-        self.free()  # not before the error, whose frames hold tensors, is gone
+        self.free()  # after the exception is released, since its frames hold tensors
         return None
 
     def free(self) -> None:
@@ -122,7 +136,7 @@ class Bench:
             torch.get_device_module(self.device).empty_cache()
 
     def unused(self) -> float:
-        """Bytes of the device that nobody holds."""
+        """Return the free bytes of the device."""
         self.free()
         return math.inf if self.device == "cpu" else torch.get_device_module(self.device).mem_get_info()[0]
 
@@ -130,18 +144,18 @@ class Bench:
         return torch.randn(*shape, device=self.device).to(self.sizes.dtype)
 
     def attended(self, tokens: int) -> list[Tensor]:
-        """q, k, v and the output's gradient of one sequence."""
+        """Return random q, k, v and output gradient of one sequence."""
         q, kv = self.sizes.heads
         return [self.random(1, tokens, heads, self.sizes.head_dim) for heads in (q, kv, kv, q)]
 
 
 def different(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """The greatest max|a - b| / max|b|; NaN where one has it."""
+    """Return the maximum of max|a - b| / max|b| over all tensors; NaN if one is NaN."""
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, right, strict=True))
 
 
 def about(stand_in: bool, ranks: int = 1) -> dict[str, Any]:
-    """Machine and versions. stand_in: whether the figures are of a CPU that takes a GPU's place."""
+    """Describe the machine and versions. `stand_in` means that a CPU replaces the GPU."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "stand_in": stand_in,
@@ -160,13 +174,13 @@ def about(stand_in: bool, ranks: int = 1) -> dict[str, Any]:
 
 
 def about_apart(stand_in: bool, ranks: int) -> dict[str, Any]:
-    """`about`, found by a process of its own: this one takes no memory of a GPU."""
+    """Call `about` in a separate process, so that this process allocates no GPU memory."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(about, stand_in, ranks).result()
 
 
 def commit() -> str:
-    """That of this checkout, with a plus sign where files have changed since; "unknown" without git."""
+    """Return the commit of this checkout, with a plus sign if files have changed; "unknown" without git."""
     words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,13 +1,13 @@
-"""A first hour on GPUs: tests, kernels, the node and the longest sequences, in one file to send in.
+"""A first hour on GPUs: tests, kernels, the node and the longest sequences, with all results in one file to submit.
 
-    python -m benchmarks.gpu.first_hour                 # what `make gpu` does: 1 to 8 GPUs of one node, at most an hour
-    python -m benchmarks.gpu.first_hour --minutes 15    # what `make gpu MINUTES=15` does
-    python -m benchmarks.gpu.first_hour --stand-in      # small sizes on the CPU: shows that it runs to its end
+    python -m benchmarks.gpu.first_hour                 # same as `make gpu`: 1 to 8 GPUs of one node, at most an hour
+    python -m benchmarks.gpu.first_hour --minutes 15    # same as `make gpu MINUTES=15`
+    python -m benchmarks.gpu.first_hour --stand-in      # small sizes on the CPU, only to test the script
 
-Each part is a process with a share of --minutes, and is ended when that is over; later parts have what it leaves. What
-could be wrong without a word comes first, then the node's ratios. A part that fails is named, and the next one runs.
-The file is written before and after every part. Beside it a folder has each part's output and figures. Exit status: 0
-if every part ran to its end, else 1.
+Each part runs as a process with a share of --minutes, and is stopped when its time is over. Time that a part does not
+use is available to later parts. Tests for silent errors run first, followed by the node's ratios. If a part fails, the
+failure is reported and the next part runs. The results file is written before and after every part. A folder next to
+the file contains the output and figures of each part. The exit status is 0 if every part ran to its end, else 1.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from benchmarks.gpu.bench import about_apart
 from examples.demo import HIDDEN
 
 STATE = "index,name,driver_version,memory.total,memory.used,power.limit,clocks.max.sm,pcie.link.gen.max,compute_mode"
-PROBE = 10.0  # seconds between two looks at the memory of devices
-PATIENCE = 15.0  # seconds in which a part that was asked to end may write what it found
-EXACT = ("kernels", "attention", "recurrent")  # tests of what could be wrong without a word
-TAIL = 6000  # characters of the output of a part that failed
+PROBE = 10.0  # seconds between checks of device memory
+PATIENCE = 15.0  # seconds for a stopped part to write its results
+EXACT = ("kernels", "attention", "recurrent")  # tests for silent errors
+TAIL = 6000  # characters of a failed part's output to keep
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A command of the hour.
+    """One part of the hour: a command with a share of the time.
 
     Args:
-        weight: Its share of the time.
-        command: Its words may have {seconds}, {folder} and {gpus}, which are filled in. In the folder it writes files
-            of figures, or pytest's tests.xml.
-        gpus: How many it needs.
+        weight: The share of time.
+        command: The command line, with the placeholders {seconds}, {folder} and {gpus}. The command writes JSON files
+            with figures, or pytest's tests.xml, to the folder.
+        gpus: The number of GPUs that the command needs.
     """
 
     name: str
@@ -60,10 +60,10 @@ class Part:
 
 
 def parts(stand_in: bool, memory: int) -> list[Part]:
-    """memory: bytes of a device."""
+    """Return the commands to run during the hour. `memory` is the number of bytes of a device."""
     more = " --stand-in" * stand_in
     one = f"python -m benchmarks.gpu{more} --out {{folder}} --seconds {{seconds}}"
-    # of a stand-in the bodies that CPUs can run too; a test that hangs leaves time for the others
+    # a stand-in runs the tests that CPUs support; the timeout keeps a hanging test from blocking the others
     tests = f"python -m pytest -v -rs --timeout 300 --junitxml {{folder}}/tests.xml -m '{'not ' * stand_in}gpu'"
     first = [f"tests/gpu/test_{name}_gpu.py" for name in EXACT]
     return [
@@ -77,7 +77,7 @@ def parts(stand_in: bool, memory: int) -> list[Part]:
 
 
 def unmet() -> str | None:
-    """Return what this machine lacks for GPUs, and the line to run; None where it lacks nothing."""
+    """Return the missing requirement for GPUs with its remedy, or None."""
     include = Path(sysconfig.get_paths()["include"], "Python.h")
     python, torch_version = f"{sys.version_info.major}.{sys.version_info.minor}", torch.__version__.partition("+")[0]
     drivers = ", ".join(dict.fromkeys(smi("driver_version")))
@@ -91,7 +91,7 @@ def unmet() -> str | None:
             f"a driver for CUDA {torch.version.cuda}, which torch {torch.__version__} was built for; got {drivers}, "
             f"update it, or run .venv/bin/{install} for an older CUDA (CUDA 13 needs driver 580, CUDA 12.6 driver 560)"
         )
-    if not include.exists():  # Triton compiles what launches its kernels
+    if not include.exists():  # Triton compiles its kernel launchers
         return f"Python's headers for Triton; got no {include}, run: sudo apt install python{python}-dev"
     if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))):
         return "a C compiler for Triton and DeepSpeed; got none, run: sudo apt install build-essential"
@@ -112,7 +112,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def hour(parts: Sequence[Part], about: dict[str, Any], seconds: float, out: Path) -> bool:
-    """Runs the parts that there are GPUs for; returns whether each ran to its end. about: of the machine."""
+    """Run the parts for which there are enough GPUs, and return whether all of them completed.
+
+    `about` describes the machine.
+    """
     folder = out / time.strftime("parts-%Y-%m-%d-%H%M%S")
     rows: list[dict[str, Any]] = [{"part": part.name, "result": "not begun", "seconds": 0.0} for part in parts]
     found = {"about": about, "parts": rows, "records": [], "left_out": []}
@@ -128,7 +131,7 @@ def hour(parts: Sequence[Part], about: dict[str, Any], seconds: float, out: Path
             values = {"seconds": f"{0.75 * limit:.0f}", "folder": place, "gpus": about["ranks"]}
             command = [word.format(**values) for word in shlex.split(part.command)]
             row |= {"result": "not ended", "command": shlex.join(command), "limit": limit}
-            gpu_tables.write(found, out)  # what ends this process takes nothing away
+            gpu_tables.write(found, out)  # so that nothing is lost if this process ends
             print(f"{title}, at most {limit / 60:.1f} min; its output: {place}.log", flush=True)
             row |= run(command, limit, Path(f"{place}.log"), not about["stand_in"])
             collect(place, row, found)
@@ -140,7 +143,7 @@ def hour(parts: Sequence[Part], about: dict[str, Any], seconds: float, out: Path
 
 
 def run(command: list[str], limit: float, log: Path, on_gpus: bool) -> dict[str, Any]:
-    """Runs a command in a process group of its own, and ends all of it at the limit; returns how it ended."""
+    """Run a command in its own process group, and kill the group at the time limit. Return the outcome."""
     command = [sys.executable if command[0] == "python" else command[0], *command[1:]]
     environment = os.environ | ({"GPU_TESTS": "1"} if on_gpus else HIDDEN)
     began, most = time.perf_counter(), dict[int, int]()
@@ -166,22 +169,22 @@ def run(command: list[str], limit: float, log: Path, on_gpus: bool) -> dict[str,
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and all that it started: it is asked first, for then pytest writes what it found."""
+    """End the process group, first with SIGINT so that pytest can write its results."""
     for word in (signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, word)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a device may outlive it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a device may survive SIGKILL
             process.wait(PATIENCE)
 
 
 def collect(place: Path, row: dict[str, Any], found: dict[str, Any]) -> None:
-    """Adds to the file what a part has written, however it ended."""
+    """Add the results that a part has written to the file, even if the part failed."""
     try:
         if (place / "tests.xml").exists():
             row["tests"] = outcomes(place / "tests.xml")
             return
         files = [gpu_tables.load(file) for file in place.glob("*.json")]
-    except (ValueError, ElementTree.ParseError) as reason:  # it was ended while it wrote
+    except (ValueError, ElementTree.ParseError) as reason:  # stopped while writing
         found["left_out"].append(f"{row['part']}: {reason}")
         return
     row["figures"] = sum(len(one["records"]) for one in files)
@@ -193,7 +196,7 @@ def collect(place: Path, row: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def outcomes(file: Path) -> dict[str, Any]:
-    """What became of tests, of pytest's XML: names of all that did not pass."""
+    """Summarize pytest's XML: the number of passed tests, and the names of all others."""
     found: dict[str, Any] = {"passed": 0, "failed": [], "skipped": []}
     for case in ElementTree.parse(file).iter("testcase"):
         kinds, name = {child.tag for child in case}, f"{case.get('classname')}.{case.get('name')}"
@@ -207,7 +210,7 @@ def outcomes(file: Path) -> dict[str, Any]:
 
 
 def smi(query: str) -> list[str]:
-    """Lines of nvidia-smi, one a device; none where it is missing or does not answer."""
+    """Return nvidia-smi's lines, one per device; empty if nvidia-smi is missing or does not answer."""
     words = ["nvidia-smi", "--format=csv,noheader,nounits", f"--query-gpu={query}"]
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
@@ -217,8 +220,8 @@ def smi(query: str) -> list[str]:
 
 def main() -> None:
     args = arguments()
-    for word in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # so that the part that runs is ended too
-        if word == signal.SIGINT or signal.getsignal(word) != signal.SIG_IGN:  # nohup's stays
+    for word in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # so that the running part is stopped too
+        if word == signal.SIGINT or signal.getsignal(word) != signal.SIG_IGN:  # keep the handler of nohup
             signal.signal(word, lambda *_: sys.exit("ended by a signal; the file has what was found before"))
     about = about_apart(args.stand_in, 2 if args.stand_in else min(8, torch.cuda.device_count()))
     about["devices"] = {"fields": STATE, "lines": [] if args.stand_in else smi(STATE)}

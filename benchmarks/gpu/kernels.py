@@ -1,8 +1,8 @@
-"""The section "kernels": each of our kernels, as programs call it, beside torch's own calls, by mask and length.
+"""The section "kernels": each of our kernels, called by programs, compared with torch's own calls by mask and length.
 
-Flops are those of the pairs that the mask leaves: 4 x head_dim a pair and query head forward, 2.5 times as many
-backward. A product of two large matrices takes turns with the calls: its speed is the ceiling. Each call's result is
-compared with that of the first before it is timed.
+Flops count the pairs that the mask leaves visible: 4 x head_dim per pair and query head in forward, and 2.5 times as
+many in backward. A product of two large matrices takes turns with the calls, and its speed is the ceiling. Before
+timing, the result of each call is compared with the result of the first call.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ BACKENDS = {
     "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
     "torch memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-WAYS = {"forward": 1.0, "backward": 2.5}  # flops of a way over those of forward
-CALLS = 4  # of each way at least, the first to try it
-SHARE = 0.1  # of the section's time, which one contender may take in one case
+WAYS = {"forward": 1.0, "backward": 2.5}  # flops relative to forward
+CALLS = 4  # minimum calls of each direction, including the first one for checking
+SHARE = 0.1  # maximum share of the section's time for one contender in one case
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A mask on a sequence of so many tokens. ranks: 2 for the first rank of a striped ring, which has every other
-    token and makes two products of them."""
+    """A mask on a sequence of `tokens` tokens.
+
+    With `ranks` 2, the case is the first rank of a striped ring, which has every other token and computes two products.
+    """
 
     name: str
     mask: Mask
@@ -50,7 +52,7 @@ class Case:
         return sum(min(hi, self.tokens) - lo for lo, hi in edges)
 
     def flops(self, heads: int, dim: int) -> float:
-        """Of a forward call."""
+        """Return the flops of a forward call."""
         return 4.0 * dim * heads * self.pairs
 
     def __str__(self) -> str:
@@ -66,7 +68,10 @@ def cases(tokens: int, window: int, document: int) -> list[Case]:
 
 
 def by_backend(backend: SDPBackend, case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """A pack is a batch of its documents; a striped pair of blocks is two causal ones."""
+    """Compute attention with a backend of torch.
+
+    A pack is a batch of documents; a striped pair of blocks is two causal calls.
+    """
     parts, options = len(case.mask.documents) or 1, {"is_causal": case.mask.causal}
     if case.mask.window:
         seen = torch.ones(case.tokens, case.tokens, dtype=torch.bool).tril().triu(1 - case.mask.window)
@@ -79,7 +84,9 @@ def by_backend(backend: SDPBackend, case: Case, q: Tensor, k: Tensor, v: Tensor)
 
 
 def by_lengths(case: Case, ends: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """ends: int32, where documents begin, and the last one's end."""
+    """Compute attention with torch's varlen call. `ends` (int32) lists the start of each document, and the end of the
+    last.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     longest = case.tokens // (len(ends) - 1)
@@ -88,7 +95,7 @@ def by_lengths(case: Case, ends: Tensor, q: Tensor, k: Tensor, v: Tensor) -> lis
 
 
 def contenders(bench: Bench, case: Case, given: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
-    """How to make each; torch's first."""
+    """Return functions that create each contender, torch's contenders first."""
     found: dict[str, Callable[[], Any]] = {}
     on_cpu = bench.device == "cpu"
     for name, backend in BACKENDS.items():
@@ -127,7 +134,7 @@ def _case(bench: Bench, case: Case, matrix: Callable[[], Any], clock: Any, rates
             continue
         one = bench.tried(what, lambda make=make: _tried(bench, case, make(), right))
         if one is None:
-            rates[name, case.name] = 0.0  # what failed is not tried on more tokens
+            rates[name, case.name] = 0.0  # do not retry failed contenders on more tokens
         else:
             ready[name] = one
     right.clear()
@@ -145,14 +152,14 @@ def _case(bench: Bench, case: Case, matrix: Callable[[], Any], clock: Any, rates
                 seconds=medians[name], calls=len(seconds), flops=factor * flops / medians[name], ceiling=ceiling,
                 to_bare=statistics.median(beside) if beside else None, bare=bare,
             )  # fmt: skip
-            rates[name, case.name] = factor * flops / medians[name]  # in the end backward's, which is most of the time
+            rates[name, case.name] = factor * flops / medians[name]  # finally that of backward, the longer direction
 
 
 def _tried(bench: Bench, case: Case, one: Any, right: list[Tensor]) -> Any:
-    """The contender, once both ways; raises where its results are not those of the first."""
+    """Run a contender once in each direction. Raise an error if its results differ from the first contender's."""
     found = [*one.forward(), *one.backward()]
     settle(bench.device)
-    if case.ranks > 1:  # what a striped rank receives is noise
+    if case.ranks > 1:  # a striped rank receives noise
         return one
     if not right:
         right += found

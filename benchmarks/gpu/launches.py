@@ -1,12 +1,12 @@
-"""What a rank launches for the attention of a layer: counted on fake tensors of a GPU, so it needs none.
+"""Count the operations that a rank launches for the attention of a layer, on fake GPU tensors, without a GPU.
 
     python -m benchmarks.gpu.launches         # prints the table
     python -m benchmarks.gpu.launches --docs  # keeps it in launches.json and writes it into docs/benchmarks.md
 
-One rank of many runs a layer's forward and backward alone, in bf16, with 32 query and 8 key/value heads of 128 where
-nothing else is said. Nothing arrives, and fake tensors have no values that could be wrong. The second layer is
-counted: the first one makes what belongs to a layout. An operation is one kernel, also where a library launches
-several for it; those that only allocate or make views are none.
+A single rank of a larger group runs forward and backward of a layer, in bf16. The default is 32 query heads and 8
+key/value heads of size 128. No data arrives, and fake tensors have no values that could be wrong. The second layer is
+counted, since the first layer creates tensors that all layers of a layout share. An operation counts as one kernel,
+even if a library launches several. Operations that only allocate or create views are not counted as kernels.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from tests.fake_cuda import Driverless
 TABLE = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 MARK = "<!-- python -m benchmarks.gpu.launches --docs -->\n"
-TOKENS = (4096, 32768, 131072)  # of a rank
+TOKENS = (4096, 32768, 131072)  # per rank
 HEAD_DIM, HEADS = 128, (32, 8)
 COUNTED = ("kernels", "copies", "allocations", "transfers", "host waits")
-FIRST_COMMIT = "9946703e"  # whose counts the table has beside those of today
+FIRST_COMMIT = "9946703e"  # the commit whose counts are shown next to the current counts
 aten = torch.ops.aten
 
 
@@ -51,7 +51,9 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is counted. mask: of a sequence of so many tokens; saves: what forward keeps for backward."""
+    """A setting whose operations are counted. `mask` maps a sequence length to a mask; `saves` selects what forward
+    saves for backward.
+    """
 
     section: dict[str, Any]
     heads: tuple[int, int] = HEADS
@@ -60,7 +62,7 @@ class Setting:
 
 
 def pack_of(documents: int) -> Callable[[int], Mask]:
-    """Documents of several lengths, the same shares of a sequence whatever its length."""
+    """Return a mask of documents with different lengths, which scale with the sequence length."""
     shares = [1 + 37 * number % 61 for number in range(documents)]
 
     def mask(seq: int) -> Mask:
@@ -72,7 +74,7 @@ def pack_of(documents: int) -> Callable[[int], Mask]:
 
 RING = {"size": 8, "ulysses": 1, "schedule": "ring"}
 SETTINGS = {
-    # forward keeps q, k and v as they were exchanged, and delta is exchanged in place of out
+    # forward saves the exchanged q, k and v, and delta is exchanged in place of out
     "Ulysses 8, gradient checkpoints": Setting(section={"size": 8, "ulysses": 8}, saves=SavedForBackward.QKV),
     "ring of 8": Setting(section=RING),
     "ring of 8, 32 key/value heads": Setting(section=RING, heads=(32, 32)),
@@ -90,7 +92,7 @@ DECODE = "decode step, 8 ranks"
 
 
 class Count(TorchDispatchMode):
-    """Counts what a device is given to do, and what the host waits for."""
+    """Counts operations on a device, and waits of the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,13 +112,13 @@ class Count(TorchDispatchMode):
         self.counts["allocations"] += len(new)
         self.counts["kernels"] += not (is_view or "empty" in name)
         self.counts["copies"] += name in ("copy_", "_to_copy", "clone")
-        # a copy from memory that is not pinned may wait for what the device has still to do
+        # a copy from unpinned memory may wait for pending work on the device
         self.counts["host waits"] += crosses or name in ("_local_scalar_dense", "nonzero", "equal")
         return found
 
 
 class Nowhere:
-    """The transport of a rank whose messages nobody takes. It counts what is started."""
+    """A transport that counts and drops all messages."""
 
     early = 0
 
@@ -134,7 +136,7 @@ class Nowhere:
         return x.new_empty(RING["size"], len(x))
 
     def wait(self) -> None:
-        """What never arrives is there at once."""
+        """Return at once, since no data arrives."""
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return ranks
@@ -142,7 +144,7 @@ class Nowhere:
 
 @contextmanager
 def counting(comm: Nowhere) -> Iterator[Counter[str]]:
-    """What happens inside is in the counter afterwards."""
+    """Context manager that yields a counter, filled in on exit."""
     before, counter = comm.started, Counter[str]()
     with Count() as mode, Driverless():
         yield counter
@@ -154,7 +156,7 @@ def empty(*shape: int) -> Tensor:
 
 
 def of_rank(section: dict[str, Any], heads: tuple[int, int]) -> tuple[Runtime, Nowhere]:
-    """The last rank's, which sees the most blocks."""
+    """Return the runtime of the last rank, which sees the most blocks, and its transport."""
     config = SequenceParallelConfig(kernel="cuda_flash", **section)
     config = config.resolve(config.size, heads=heads)
     cp_rank, ulysses_rank = divmod(config.size - 1, config.ulysses)
@@ -163,7 +165,7 @@ def of_rank(section: dict[str, Any], heads: tuple[int, int]) -> tuple[Runtime, N
 
 
 def layer(setting: Setting, tokens: int) -> dict[str, Counter[str]]:
-    """The counts of forward and backward, by direction."""
+    """Return the counts of forward and backward, by direction."""
     runtime, comm = of_rank(setting.section, setting.heads)
     seq = tokens * runtime.config.size
     shards = EvenShards(runtime.config.layout, seq, runtime.size)
@@ -184,7 +186,7 @@ def layer(setting: Setting, tokens: int) -> dict[str, Counter[str]]:
 
 
 def decode(tokens: int) -> dict[str, Counter[str]]:
-    """Those of a new token's attention, where a rank has kept so many tokens."""
+    """Return the counts of attention for a new token, if each rank has cached `tokens` tokens."""
     runtime, comm = of_rank({"size": 8, "ulysses": 8}, HEADS)
     options = AttentionOptions(CAUSAL, None, None)
     with FakeTensorMode():
@@ -207,7 +209,7 @@ NAMES = (*SETTINGS, DECODE)
 
 @contextmanager
 def without_triton() -> Iterator[None]:
-    """As on a device whose process has no Triton kernels."""
+    """Context manager that behaves like a process without Triton kernels."""
     kept, accumulate.FUSED[:] = [*accumulate.FUSED], []
     try:
         yield
@@ -216,10 +218,10 @@ def without_triton() -> Iterator[None]:
 
 
 def measured() -> dict[str, dict[str, dict[str, dict[str, int]]]]:
-    """Setting -> direction -> "now" and "without Triton" -> what is counted, with `TOKENS[0]` tokens.
+    """Return counts by setting, direction, and "now" or "without Triton", for `TOKENS[0]` tokens.
 
     Raises:
-        ValueError: A number differs with more tokens.
+        ValueError: A count differs for a larger number of tokens.
     """
     found: dict[str, Any] = {}
     for name in NAMES:
@@ -238,7 +240,7 @@ def load() -> dict[str, Any]:
 
 
 def rendered(kept: dict[str, Any]) -> str:
-    """The table of the docs. kept: what `load` returns."""
+    """Format the table of the docs. `kept` is the result of `load`."""
     before, lines = kept["before"], []
     for name, directions in kept["counts"].items():
         for direction, of in directions.items():

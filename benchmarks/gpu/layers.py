@@ -1,6 +1,7 @@
-"""Sections of LLaMA layers, forward and backward: "checkpoints", "host" and "longest".
+"""Sections with LLaMA layers, forward and backward: "checkpoints", "host" and "longest".
 
-No optimizer is in them. Ours is the same model, patched, on one rank or, by `reach`, on more. Losses are compared.
+The steps have no optimizer. Our contender is the same model, patched, on one rank or (in `reach`) several ranks. Losses
+are compared.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from benchmarks.turns import Clock, in_turns, of_host, slowest, until_done, wall
 from hf_integration import share_sequences
 
 OVER = 2**62  # bytes
-CHECKPOINTED = "checkpoints"  # a feature that is transformers' own; the others are ours
+CHECKPOINTED = "checkpoints"  # a feature of transformers; the other features are ours
 
 
 def features(kv_heads: int) -> dict[str, dict[str, Any] | None]:
-    """What `longest` switches on, each with all before it; None: the plain model."""
+    """Return the features of `longest`, each enabled in addition to all previous ones; None for the plain model."""
     return {
         "nothing": None,
         CHECKPOINTED: None,
@@ -49,7 +50,10 @@ def shape_of(bench: Bench, vocab: int, zero: Sequence[tuple[str, Any]] = ()) -> 
 
 
 class Layers:
-    """A model. settings: of ours, on all ranks; None: plain. checkpoints: whether its layers are checkpointed."""
+    """A model. `settings` are our settings, on all ranks, or None for the plain model.
+
+    `checkpoints` determines whether layers are checkpointed.
+    """
 
     def __init__(self, bench: Bench, shape: Model, settings: dict[str, Any] | None, checkpoints: bool = True) -> None:
         self.device, self.ids = bench.device, shape.tokens(LONGEST)
@@ -63,7 +67,7 @@ class Layers:
             self.ids = self.ids.to(self.device)
 
     def step(self, tokens: int) -> Tensor:
-        """Forward and backward of one sequence; gradients add up. Returns the loss."""
+        """Run forward and backward of one sequence, accumulating gradients, and return the loss."""
         ids = self.ids[:, :tokens]
         if self.sp is None:
             batch = {"input_ids": ids, "labels": ids}
@@ -81,7 +85,7 @@ class Layers:
 
 
 def checkpoints(bench: Bench) -> None:
-    """Plain checkpoints beside ours, which attend once."""
+    """Compare plain checkpoints with ours, which compute attention once."""
     clock = until_done(bench.device)
     for tokens, found in _contest(bench, (CHECKPOINTED, "ours"), bench.sizes.checkpoints, clock, 10):
         plain, ours = found.values()
@@ -92,7 +96,7 @@ def checkpoints(bench: Bench) -> None:
 
 
 def host(bench: Bench) -> None:
-    """What the host works for a layer, whose tokens are so few that the device waits for it."""
+    """Measure the host time per layer, with so few tokens that the device waits for the host."""
     names = "nothing", CHECKPOINTED, "ours"
     for tokens, found in _contest(bench, names, (bench.sizes.host,), of_host(bench.device), 30):
         for name, seconds in found.items():
@@ -102,7 +106,10 @@ def host(bench: Bench) -> None:
 def _contest(
     bench: Bench, names: Sequence[str], lengths: Sequence[int], clock: Clock, rounds: int
 ) -> Iterator[tuple[int, dict[str, list[float]]]]:
-    """Seconds of models without their vocabulary, which would hide the layers; of lengths that there is time for."""
+    """Yield (tokens, seconds by model) for each length that fits the remaining time.
+
+    The models have a small vocabulary, so that its cost does not hide the layers.
+    """
     shape = shape_of(bench, 1024 if bench.sizes.vocab > 1024 else 64)
     models = {name: Layers(bench, shape, {} if name == "ours" else None, name != "nothing") for name in names}
     for tokens in lengths:
@@ -115,7 +122,7 @@ def _contest(
 
 
 def _alike(bench: Bench, steps: dict[str, Callable[[], Tensor]]) -> list[float]:
-    """The first losses, which must be the same."""
+    """Return the losses of the first steps. Raise ArithmeticError if losses differ."""
     losses = [step().item() for step in steps.values()]
     if max(losses) - min(losses) > bench.sizes.tolerance * max(map(abs, losses)):
         raise ArithmeticError(f"losses differ: {', '.join(f'{n} {x:.6f}' for n, x in zip(steps, losses, strict=True))}")
@@ -123,8 +130,10 @@ def _alike(bench: Bench, steps: dict[str, Callable[[], Tensor]]) -> list[float]:
 
 
 def longest(bench: Bench) -> None:
-    """The longest sequence whose step takes `room` bytes beside parameters and gradients, or what the device has free,
-    feature after feature."""
+    """Find the longest sequence for each added feature.
+
+    A step may take `room` bytes in addition to parameters and gradients, or the device's free memory if that is less.
+    """
     settings, all_ = dict[str, Any](), features(bench.sizes.heads[1])
     for number, (name, more) in enumerate(all_.items()):
         settings |= more or {}
@@ -140,7 +149,7 @@ def _longest(bench: Bench, name: str, settings: dict[str, Any] | None, seconds: 
 
 
 def reach(bench: Bench, settings: dict[str, Any] | None, checkpoints: bool, seconds: float) -> dict[str, Any]:
-    """The longest sequence of a model, which all ranks share; collective. seconds: of the search."""
+    """Find the longest sequence of a model that all ranks share, in at most `seconds`. Collective."""
     sizes = bench.sizes
     layers = Layers(bench, shape_of(bench, sizes.vocab), settings, checkpoints)
     took = dict[int, float]()
@@ -153,13 +162,13 @@ def reach(bench: Bench, settings: dict[str, Any] | None, checkpoints: bool, seco
         return size
 
     def most() -> int:
-        """Tokens of a step that there is time for, if its time grows with their square."""
+        """Return the tokens of a step that fits the remaining time, assuming that time grows quadratically."""
         last, spare = max(took, default=0), seconds - sum(took.values())
         bound = last * math.sqrt(max(0.0, spare) / took[last]) if last else sizes.most
         return min(sizes.most, int(bound // sizes.resolution) * sizes.resolution)
 
     try:
-        layers.step(sizes.resolution)  # now there are gradients
+        layers.step(sizes.resolution)  # allocates gradients
         room = -int(slowest(-min(sizes.room, bench.unused()), bench.device))
         known = search(taken, room, sizes.resolution, most, OVER)
     finally:
@@ -175,7 +184,7 @@ def reach(bench: Bench, settings: dict[str, Any] | None, checkpoints: bool, seco
 
 
 def peak_of(bench: Bench, layers: Layers, tokens: int) -> tuple[int, float | None]:
-    """The most bytes of a step beside what there is between steps, and seconds; OVER and None where memory ends."""
+    """Return (peak bytes of a step beyond the bytes between steps, seconds); (OVER, None) if memory is exhausted."""
     step = functools.partial(layers.step, tokens)
     if bench.device == "cpu":
         from tests.live import Live

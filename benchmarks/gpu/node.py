@@ -1,13 +1,17 @@
-"""What 2 to 8 GPUs of one node do: links, attention with its transfers hidden or not, training steps, long sequences.
+"""Measure 2 to 8 GPUs of one node: links, hidden transfers in attention, training steps, and long sequences.
 
     python -m benchmarks.gpu.node                       # all GPUs; it starts the ranks itself
-    python -m benchmarks.gpu.node --stand-in --ranks 2  # small sizes on CPU ranks: shows that the script runs
+    python -m benchmarks.gpu.node --stand-in --ranks 2  # small sizes on CPU ranks, only to test the script
 
-Prints and writes what `python -m benchmarks.gpu` does. Links: each operation's bus bandwidth, as nccl-tests count it.
-Attention: contenders take turns, and each walks the same programs without transfers too. Steps: a LLaMA under ZeRO-3,
-ours beside DeepSpeed's Ulysses with its recipe for long sequences, each with processes of its own, twice, in turns;
-losses and gradient norms must agree. Long sequences: the longest that fits as in `benchmarks.gpu`, on 1, 2, 4 and 8
-ranks. What fails or takes longer than --timeout is said, and the others go on.
+The output has the same form as the output of `python -m benchmarks.gpu`. The parts are:
+
+- Links: the bus bandwidth of each operation, as defined by nccl-tests.
+- Attention: contenders take turns, and each of ours also runs its programs without transfers.
+- Steps: training steps of a LLaMA under ZeRO-3. Our contenders and DeepSpeed's Ulysses with its recipe for long
+  sequences run twice, in turns and in separate processes. Losses and gradient norms must agree.
+- Long sequences: the longest sequence that fits, as in `benchmarks.gpu`, on 1, 2, 4 and 8 ranks.
+
+A part that fails or takes longer than --timeout is reported, and the remaining parts continue.
 """
 
 from __future__ import annotations
@@ -44,8 +48,8 @@ from tests.launch import PRELOAD, Ranks
 CONTENDERS = ("deepspeed", "u{n}", "u{n}+head_chunks=2+overlap", "u{n}+head_chunks=4+overlap", "ring", "u2/ring",
               "attention2d=2+overlap")  # fmt: skip
 TRAINING = ("deepspeed", "u{n}", "ring")
-TOLERANCE = 2e-2  # of losses and norms: bf16
-# both have tiles of the MLP and of the loss, and DeepSpeed's buckets as they are by default
+TOLERANCE = 2e-2  # relative tolerance of losses and norms in bf16
+# both use tiled MLPs and losses, and DeepSpeed's default bucket sizes
 OPTIONS = {"deepspeed": {"tiled_mlp": True, "tile_bytes": 2**30}, "ours": {"mlp_tiles": "auto", "loss_tiles": "auto"}}
 BUCKETS = (
     ("reduce_bucket_size", 5 * 10**8), ("stage3_prefetch_bucket_size", 5 * 10**7), ("stage3_max_reuse_distance", 10**9),
@@ -73,8 +77,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def on_rank(stand_in: bool, specs: list[Spec], part: str, seconds: float) -> dict[str, Any]:
-    """What a launch measures: "links", "longest", or the training step of the contender of that name. seconds: of the
-    search for the longest."""
+    """Measure one part: "links", "longest", or the training step of the named contender.
+
+    `seconds` limits the search for the longest sequence.
+    """
     start()
     bench = Bench(stand_in)
     if part == "links":
@@ -92,7 +98,10 @@ def on_rank(stand_in: bool, specs: list[Spec], part: str, seconds: float) -> dic
 
 
 def bus(bench: Bench) -> None:
-    """Bytes a rank and the factor of its operation, over seconds: what each link must carry, whatever the ranks."""
+    """Measure bus bandwidth: bytes per rank, multiplied by the operation's factor and divided by time.
+
+    The factor makes the bandwidth equal to the required rate of each link, whatever the number of ranks.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     others = (world - 1) / world
     for size in (2**16, 2**20) if bench.device == "cpu" else (2**20, 2**26, 2**29):
@@ -117,7 +126,7 @@ def passed_on(x: Tensor, y: Tensor, rank: int, world: int) -> None:
 
 
 def attention(bench: Bench, specs: list[Spec]) -> None:
-    """All contenders in turns, and each of ours without transfers."""
+    """Measure all contenders in turns, and our contenders also without transfers."""
     sizes, world = bench.sizes, dist.get_world_size()
     tokens = max(sizes.shares) // (8 * world) * 8 * world
     steps, ours = dict[str, Callable[[], object]](), dict[str, SequenceParallel]()
@@ -146,11 +155,11 @@ def attention(bench: Bench, specs: list[Spec]) -> None:
 
 
 def alone(sp: SequenceParallel, local: list[Tensor]) -> None:
-    """A step of the same programs on noise, of which nothing is sent."""
+    """Run a step of the same programs on noise, without sending anything."""
     runtime, real_comm = sp.runtime, sp.runtime.comm
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        check_inputs(runtime, (q, k, v), AttentionOptions(CAUSAL, None, None, True, False))  # as every call does
+        check_inputs(runtime, (q, k, v), AttentionOptions(CAUSAL, None, None, True, False))  # as in every call
         runtime.comm = Alone(runtime.rank, Alone(runtime.ulysses.rank))
         return sp.attention_agreed(q, k, v, AttentionOptions(CAUSAL, None, None))
 
@@ -161,7 +170,7 @@ def alone(sp: SequenceParallel, local: list[Tensor]) -> None:
 
 
 def training(bench: Bench, spec: Spec) -> None:
-    """Steps of one contender; its losses and norms come with them."""
+    """Measure training steps of one contender, and record losses and norms."""
     from benchmarks.memory import ranks
 
     on_cpu, kind = bench.device == "cpu", spec.peer or "ours"
@@ -179,9 +188,9 @@ def training(bench: Bench, spec: Spec) -> None:
 
 
 def launched(args: argparse.Namespace, part: str, count: int) -> dict[str, Any] | str:
-    """What a fresh set of ranks found, or why they found nothing."""
+    """Return the results of newly started ranks, or the reason why results are missing."""
     tables.say(f"{part}: {count} ranks")
-    # of GPUs nothing is imported before ranks are forked: CUDA could not begin in them
+    # with GPUs, import nothing before forking, since CUDA could not be initialized in the ranks
     with Ranks(count, None, PRELOAD if args.stand_in else []) as ranks:
         given = args.stand_in, args.contenders, part, args.timeout / 4
         results, errors = ranks.call(on_rank, *given, timeout=args.timeout)
@@ -195,7 +204,7 @@ def launched(args: argparse.Namespace, part: str, count: int) -> dict[str, Any] 
 
 
 def summed(found: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The file's content: of a contender's training steps one row, of all its launches, if their losses agree."""
+    """Merge all training launches of a contender into one row, if their losses agree."""
     records, left_out = ([one for one in found["records"] if one["section"] != "step"], [*found["left_out"]])
     steps = [one for one in found["records"] if one["section"] == "step"]
     rows = [some for name in names if (some := [one for one in steps if one["contender"] == name])]
@@ -211,7 +220,7 @@ def summed(found: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def main() -> None:
     args, began = arguments(), time.perf_counter()
     if args.stand_in:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the ranks
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks
     found: dict[str, Any] = {"about": about_apart(args.stand_in, args.ranks), "records": [], "left_out": []}
     names = [name.format(n=args.ranks) for name in TRAINING]
     steps = [names[index] for turn in range(2) for index in order(len(names), turn)]
@@ -225,7 +234,7 @@ def main() -> None:
             found["records"] += its["records"]
         found["about"]["seconds"] = round(time.perf_counter() - began, 1)
         whole = summed(found, names)
-        file = gpu_tables.write(whole, args.out)  # after every launch: what ends the process takes no figure away
+        file = gpu_tables.write(whole, args.out)  # after every launch, so that no figures are lost if the process ends
     print(f"\n{gpu_tables.page(whole)}\nwrote {file}, and beside it the page and the chart")
 
 

@@ -1,7 +1,7 @@
-"""One rank's part of attention, walked on one device by itself; and the section "ranks": parts beside a dense call.
+"""Measure one rank's share of attention on a single device, and compare the share with a dense call.
 
-Programs, walker, kernels, merging and packing are those of the real rank. What it would receive is copied from noise in
-the device's own memory, so no link is in the time.
+Programs, executor, kernels, merging and packing are the same as on a real rank. Received data is copied from noise in
+the device's memory, so that the time includes no communication.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from ds_seqpar.core.runtime.call import CallSettings
 from ds_seqpar.core.runtime.kernels import Scores
 from ds_seqpar.core.runtime.transport import Message
 
-# of which a rank's part is measured -> ranks; no triangle has 8
+# contender -> number of ranks; the triangle does not support 8
 CONTENDERS = {"ring": 8, "u2/ring": 8, "attention2d=2": 8, "triangle": 6}
 
 
 class _Noise:
-    """A handle, and the bytes of random bf16 numbers; two of them read as fp32 are a random number too."""
+    """A communication handle, and random bytes. The bytes are bf16 numbers, and pairs of them are random fp32 numbers
+    too.
+    """
 
     bytes: dict[torch.device, Tensor] = {}  # noqa: RUF012
 
@@ -52,7 +54,7 @@ class _Noise:
 
 
 class Alone(testing._VirtualComm):
-    """A transport that carries nothing: what is sent is dropped, and what is received is noise."""
+    """A transport without communication: sent data is dropped, and received data is noise."""
 
     def __init__(self, rank: int, ulysses: testing._VirtualComm | None = None) -> None:
         super().__init__(rank, testing.Mailbox(deque), ulysses)
@@ -67,7 +69,10 @@ class Alone(testing._VirtualComm):
 
 
 class Share:
-    """The calls of one rank of `ranks`. q, k, v, do: of its tokens, of a sequence of `tokens`."""
+    """The attention calls of a single rank in a group of `ranks` ranks.
+
+    The group shares `tokens` tokens; `given` are the rank's local q, k, v and do.
+    """
 
     def __init__(
         self, section: dict[str, Any], ranks: int, rank: int, tokens: int, mask: Mask, given: Sequence[Tensor]
@@ -93,7 +98,7 @@ class Share:
 
 
 class Bare:
-    """torch's own call. attend: q, k and v to the outs that it makes of them."""
+    """A direct call of torch's attention. `attend` maps q, k and v to a list of outputs."""
 
     def __init__(self, attend: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> None:
         *local, self.do = given
@@ -119,7 +124,7 @@ def ranks(bench: Bench) -> None:
 
 
 def _compared(bench: Bench, name: str, count: int, tokens: int, whole: Bare, clock: Any) -> None:
-    """Notes the slowest rank's share beside 1 / count of the dense call, of as many pairs."""
+    """Record 1 / count of a dense call's time, relative to the slowest rank's time for as many pairs."""
     section = parse(name).section
     config = SequenceParallelConfig(size=count, **section).resolve(count, bench.sizes.heads)
     cp_size = count // config.ulysses

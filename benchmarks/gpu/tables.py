@@ -1,9 +1,10 @@
-"""Tables of files of figures, which `benchmarks.gpu.first_hour` writes, and each of its parts by itself.
+"""Format files with figures, which `benchmarks.gpu.first_hour` and its parts write, as tables.
 
     python -m benchmarks.gpu.tables FILE ...     # prints their pages
     python -m benchmarks.gpu.tables --docs       # writes those of benchmarks/gpu/figures into docs/benchmarks.md
 
-The docs take figures of GPUs alone, never a stand-in's. While there is no file, they say "not yet measured".
+The docs contain only figures of GPUs, never those of a stand-in. If there is no file, the docs state "not yet
+measured".
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Records = Sequence[dict[str, Any]]
 
 
 def load(path: str | Path) -> Found:
-    """A file of figures. Raises ValueError, in a sentence, for another one."""
+    """Read a file of figures. Raises ValueError for any other file."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as reason:
@@ -43,7 +44,7 @@ def load(path: str | Path) -> Found:
 
 
 def write(found: Found, folder: Path) -> Path:
-    """The JSON, the page and the chart of what was found; returns the JSON's path."""
+    """Write the results as JSON, a Markdown page and a chart. Return the path of the JSON."""
     about = found["about"]
     kind = "stand-in" if about["stand_in"] else re.sub(r"\W+", "-", about["device"]).strip("-")
     count = f"-x{about['ranks']}" if about["ranks"] > 1 else ""
@@ -51,14 +52,14 @@ def write(found: Found, folder: Path) -> Path:
     file = folder / f"{about['date']}-{kind}{count}.json"
     new = file.with_suffix(".new")
     new.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    new.replace(file)  # whatever ends this process leaves one of both
+    new.replace(file)  # atomic, so that one of both files exists if the process ends
     chart(found, file.with_suffix(".png"))
     file.with_suffix(".md").write_text(f"{page(found)}\n![Chart]({file.stem}.png)\n", encoding="utf-8")
     return file
 
 
 def page(found: Found, level: int = 1) -> str:
-    """All tables as Markdown. level: of the first heading."""
+    """Return all tables as Markdown. `level` is the level of the first heading."""
     about, hashes = found["about"], "#" * level
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     count = f"{about['ranks']} x " if about["ranks"] > 1 else ""
@@ -81,18 +82,20 @@ def of(found: Found, section: str) -> Records:
 
 
 def by(rows: Records, *names: str) -> dict[Any, Records]:
-    """Rows that have the same in these fields, in the order in which they came."""
+    """Group rows by the given fields, in the order of their first occurrence."""
     keys = dict.fromkeys(tuple(one[name] for name in names) for one in rows)
     return {key: [one for one in rows if tuple(one[name] for name in names) == key] for key in keys}
 
 
 def number(value: float | None, unit: float = 1.0) -> str:
-    """With three digits, and all that are before the point."""
+    """Format a number with three significant digits, or all digits before the decimal point."""
     return "-" if value is None else f"{value * unit:,.0f}" if abs(value * unit) >= 100 else f"{value * unit:.3g}"
 
 
 def columns(rows: Records, **named: str | tuple[str, float]) -> str:
-    """A table of records. named: field -> title of its column, and the factor to its unit."""
+    """Return a table of records. Each keyword maps a field to its column's title, optionally with a factor for its
+    unit.
+    """
     given = {field: (its, 1) if isinstance(its, str) else its for field, its in named.items()}
     cells = ([one[f] if isinstance(one[f], str) else number(one[f], unit) for f, (_, unit) in given.items()]
              for one in rows)  # fmt: skip
@@ -100,7 +103,7 @@ def columns(rows: Records, **named: str | tuple[str, float]) -> str:
 
 
 def fastest(rows: Records) -> dict[str, dict[str, Any] | None]:
-    """By way, of the contender that takes the least for both."""
+    """Return the record of each direction for the contender with the minimum total time."""
     took = {name: sum(one["seconds"] for one in some) for (name,), some in by(rows, "contender").items()}
     best = min(took, key=lambda name: took[name], default=None)
     return {way: next((one for one in rows if (one["contender"], one["way"]) == (best, way)), None) for way in WAYS}
@@ -111,7 +114,7 @@ def rate(one: dict[str, Any] | None) -> str:
 
 
 def parts(rows: Records) -> str:
-    """How the parts of an hour ended, and what they found."""
+    """Return a table of the parts of an hour, with their outcomes and results."""
     cells, failed = [], []
     for one in rows:
         told = "-"
@@ -125,7 +128,7 @@ def parts(rows: Records) -> str:
 
 
 def kernels(rows: Records) -> str:
-    """The fastest of a mask and a length, and each contender at the greatest length that was measured of a mask."""
+    """Return a table of the fastest kernels by mask and length, and all kernels at each mask's maximum length."""
     lines, cells = [], []
     for (mask, tokens), some in sorted(by(rows, "mask", "tokens").items(), key=lambda x: (MASKS.index(x[0][0]), x[0])):
         lines.append([mask, number(tokens)])
@@ -154,7 +157,7 @@ def ranks(rows: Records) -> str:
 
 
 def longest(rows: Records) -> str:
-    """By feature on one device, or by the number of ranks."""
+    """Return a table by feature on one device, or by number of ranks."""
     one, by_ranks = rows[0], "ranks" in rows[0]
     about = (
         f"In {max(x['room'] for x in rows) / 2**20:,.0f} MiB a rank beside parameters and gradients, {one['layers']} "
@@ -208,7 +211,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Records], str]]] = {
 
 Words = Callable[[dict[str, Any]], str]
 Length = Callable[[dict[str, Any]], float]
-# section -> what its bars are called, their lengths, and what these are
+# section -> (labels of bars, lengths of bars, title)
 BARS: dict[str, tuple[Words, Length, str]] = {
     "kernels": (lambda x: f"{x['contender']}, {x['tokens']:,}, {x['way']}", lambda x: x["flops"] / x["ceiling"],
                 "causal attention, share of a product of large matrices"),
@@ -223,7 +226,7 @@ BARS: dict[str, tuple[Words, Length, str]] = {
 
 
 def chart(found: Found, file: Path) -> None:
-    """A row of bars for each section that a picture says more of than a table; of kernels, causal at most tokens."""
+    """Draw bars for each section with a chart; for kernels, only causal masks at the maximum length."""
     drawn = {name: rows for name in BARS if (rows := of(found, name))}
     causal = [one for one in drawn.get("kernels", []) if one["mask"] == "causal"]
     if causal:
@@ -245,7 +248,7 @@ def chart(found: Found, file: Path) -> None:
 
 
 def docs(files: Iterable[Path]) -> str:
-    """What the docs say of these files. Raises ValueError for one that cannot be read, or is a stand-in's."""
+    """Return the docs' text for files with figures. Raises ValueError for an invalid file or a stand-in's file."""
     pages = []
     for file in sorted(files):
         found = load(file)

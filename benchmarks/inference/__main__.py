@@ -1,21 +1,23 @@
-"""Times generation from long prompts: the first token, and each further one, beside one rank and gathering the cache.
+"""Time generation from long prompts: the first token, and each further token.
 
     python -m benchmarks.inference
     python -m benchmarks.inference --ranks 2 --prompt 1024 --cache 1024 65536 --rounds 7 -- ring u2
 
-Ranks are gloo processes of this machine with one thread each. All contenders are the same LLaMA on the same tokens, in
-the same processes, and take turns. A time is from the moment at which all ranks begin to the end of the slowest one.
-All must give the same tokens as the first.
+Ranks are gloo processes of this machine with one thread each. All contenders run the same LLaMA on the same tokens, in
+the same processes and in turns. Times start when all ranks begin, and end when the slowest rank is done. All contenders
+must generate the same tokens. The contenders are:
 
-one rank: transformers' own `generate` of the unpatched model on one rank, while the others wait.
-ring, u2, ...: the patched model's (`benchmarks.contenders`). Decoding does not depend on the schedule: the first one's.
-gathering: each rank keeps its part of the cache, and gathers all keys and values in each layer before it attends. In
-decoding the unpatched model's cache does it, in prefill the schedule `attention2d` of one column.
-training's forward: the first contender's, of a training batch as long as the prompt, with gradients and no cache.
+- one rank: transformers' own `generate` of the unpatched model on one rank, while the other ranks wait.
+- ring, u2, ...: the patched model (`benchmarks.contenders`). Decoding does not depend on the schedule, so only the
+  first contender is timed.
+- gathering: each rank caches its part of the keys and values, and gathers all of them in each layer before attention.
+  In decoding, the cache of an unpatched model gathers; in prefill, the schedule `attention2d` with one column gathers.
+- training's forward: a forward pass of the first contender on a training batch as long as the prompt, with gradients
+  and without a cache.
 
-The first token: `generate` of one token. A token: `generate` of --tokens tokens from a cache that is filled with random
-keys and values, divided by their number; the cache grows from turn to turn by as many. Times are medians. Ratios of
-times are of the same round: their median, the least and the greatest.
+"First token" is `generate` of one token. "A token" is `generate` of --tokens tokens divided by their number, from a
+cache filled with random keys and values. The cache grows by --tokens tokens in each turn. Times are medians. Ratios
+compare times of the same round, and are given as median, minimum and maximum.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def main() -> None:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """given: the words of the command line; None: those of this process."""
+    """Parse the command line, or the words in `given`."""
     parser = tables.parser(__doc__, ranks=[2, 4], prompt=[1024, 4096], cache=[1024, 65536], tokens=8, rounds=5)
     contenders.add(parser, "ring")
     tables.add(parser, layers=8, hidden=1024, intermediate=2816, heads=16, kv_heads=4, vocab=1024, patience=300.0)
@@ -68,7 +70,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, world: int, make: Make, names: list[str], length: int) -> dict[str, list[float]]:
-    """Seconds of each contender's turns on fresh ranks. All that generate must give the same tokens."""
+    """Return the seconds of each contender's turns on new ranks. Raise ArithmeticError if generated tokens differ."""
     args = argparse.Namespace(**vars(args) | {"world": world, "ranks_per_node": world})
     given: dict[str, list[Any]] = {name: [] for name in names}
     with net.Network(1, "1mbit") as network, on_ranks.started(args, network, PRELOAD) as ranks:
@@ -88,7 +90,7 @@ def measure(args: argparse.Namespace, world: int, make: Make, names: list[str], 
 
 
 def lines(world: int, length: int, seconds: dict[str, list[float]], *others: str) -> Iterator[list[object]]:
-    """A row for each contender. others: to whose time of the same round its own is compared."""
+    """Yield a table row for each contender, with ratios to the times of `others` in the same round."""
     for name, took in seconds.items():
         ratios = ([mine / its for mine, its in zip(took, seconds[other], strict=True)] for other in others)
         cells = itertools.chain.from_iterable((f"{statistics.median(x):.2f}", tables.spread(x, 2)) for x in ratios)
@@ -96,7 +98,7 @@ def lines(world: int, length: int, seconds: dict[str, list[float]], *others: str
 
 
 def title(args: argparse.Namespace) -> str:
-    """What was run, in a line."""
+    """Describe the run in one line."""
     return (
         f"LLaMA of {args.layers} layers, hidden {args.hidden}, intermediate {args.intermediate}, "
         f"{args.heads}/{args.kv_heads} heads, vocabulary {args.vocab}, fp32; one thread a rank; "

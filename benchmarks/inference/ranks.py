@@ -1,4 +1,4 @@
-"""What `benchmarks.inference` runs on a rank: the contenders' models, and their steps."""
+"""The part of `benchmarks.inference` that runs on ranks: the contenders' models and steps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from benchmarks.memory.ranks import Model
 from ds_seqpar.core.compiler.sharding.layout import Run
 from hf_integration.generation.cache import BLOCK, Row, kept_of
 
-Make = Callable[..., Callable[[], Any]]  # of arguments, a model, the contender, a length: its step
+Make = Callable[..., Callable[[], Any]]  # (arguments, model, contender, length) -> step
 ONE, GATHERING, TRAINING = "one rank", "gathering", "training's forward"
 
 
 def build(args: argparse.Namespace, make: Make, names: list[str], length: int) -> None:
-    """Makes the step of each contender."""
+    """Create the step of each contender."""
     sizes = {field.name: getattr(args, field.name) for field in dataclasses.fields(Model) if field.name in args}
     model = Model(**sizes).make().eval()
     model.generation_config.eos_token_id = None
@@ -40,7 +40,7 @@ def build(args: argparse.Namespace, make: Make, names: list[str], length: int) -
 
 
 def twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A copy with the same parameters in memory."""
+    """Copy a model, sharing the parameters' memory."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
@@ -63,7 +63,7 @@ def decode(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length:
     if name == ONE and dist.get_rank():
         return lambda: None
     cache = filled(args, model, name, length)
-    ids = tokens(args, length + 1)  # of which the last is not in the cache yet
+    ids = tokens(args, length + 1)  # the last token is not yet in the cache
 
     def step() -> Any:
         nonlocal ids
@@ -75,7 +75,7 @@ def decode(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length:
 
 
 def alone(name: str, step: Callable[[], Any]) -> Callable[[], Any]:
-    """The step, of one rank alone where it is that contender's."""
+    """Return the step, or an empty step on ranks that the contender "one rank" does not use."""
     return (lambda: None) if name == ONE and dist.get_rank() else step
 
 
@@ -84,7 +84,7 @@ def tokens(args: argparse.Namespace, length: int) -> Tensor:
 
 
 def filled(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length: int) -> DynamicCache:
-    """A cache of `length` random tokens, of which this rank has its part or, alone, all."""
+    """Return a cache of `length` random tokens: this rank's part, or all tokens for the contender "one rank"."""
     world, rank = (1, 0) if name == ONE else (args.world, dist.get_rank())
     shape = (2, 1, args.kv_heads, length, args.hidden // args.heads)
     layers = (torch.randn(shape, generator=torch.Generator().manual_seed(index)) for index in range(args.layers))
@@ -101,8 +101,10 @@ def filled(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length:
 
 @torch.no_grad()
 def in_parts(model: LlamaForCausalLM, length: int, parts: Iterable[tuple[Tensor, Tensor]]) -> DynamicCache:
-    """The cache of a patched model after a prompt of `length` tokens, of which each rank has every size-th; without
-    computing the prompt. parts: this rank's keys and values of each layer."""
+    """Return the cache of a patched model after a prompt of `length` tokens, without computing the prompt.
+
+    Each rank has every size-th token. `parts` yields this rank's keys and values of each layer.
+    """
     cache = model(torch.zeros(1, BLOCK, dtype=torch.long), use_cache=True).past_key_values
     kept = kept_of(cache)
     size = kept.sp.size
@@ -114,14 +116,14 @@ def in_parts(model: LlamaForCausalLM, length: int, parts: Iterable[tuple[Tensor,
 
 
 class Gathered(DynamicLayer):
-    """Keeps this rank's part of a layer's keys and values, and gathers those of all ranks for each new token."""
+    """Caches this rank's part of a layer's keys and values, and gathers all parts for each new token."""
 
     def __init__(self, total: int) -> None:
         super().__init__()
-        self.total = total  # tokens of all ranks
+        self.total = total  # tokens on all ranks
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.total % dist.get_world_size() == dist.get_rank():  # ranks keep new tokens in turn
+        if self.total % dist.get_world_size() == dist.get_rank():  # ranks take turns in caching new tokens
             super().update(key_states, value_states)
         self.total += key_states.shape[2]
         return gathered(self.keys, self.total), gathered(self.values, self.total)
@@ -131,7 +133,7 @@ class Gathered(DynamicLayer):
 
 
 def gathered(part: Tensor, total: int) -> Tensor:
-    """All ranks' parts of (rows, heads, tokens, head_dim), which differ by one token at most."""
+    """Gather all ranks' parts (rows, heads, tokens, head_dim), whose lengths differ by at most one token."""
     world = dist.get_world_size()
     parts = [part.new_empty(*part.shape[:2], -(-total // world), part.shape[3]) for _ in range(world)]
     dist.all_gather(parts, F.pad(part, (0, 0, 0, parts[0].shape[2] - part.shape[2])))

@@ -1,18 +1,22 @@
-"""Prints what a call costs beside its kernel: ratios within one run, of medians of calls that take turns.
+"""Print the overhead of a call relative to its kernel, as ratios of medians within one run, with calls in turns.
 
     python -m benchmarks.kernels.overhead
     python -m benchmarks.kernels.overhead --parts Call --tokens 8192 --heads 2 --calls 20 --dtypes float32 bfloat16
 
-Call: forward and backward of few tokens on one rank, beside torch's scaled_dot_product_attention, which has the same
-kernel; of processor time, since it waits for nobody. "but for its kernel" is what a call takes outside of it.
-Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks; and
-forward of few tokens, beside one that compares nothing.
-Trust: the processor time of a training step of a small LLaMA on 4 ranks, of comparisons of ranks in it, and of the
-watchdog.
-Program: what is looked up, or derived, before a rank's walk, with its kernel calls. That is for lengths that it knows,
-for new ones, and for new packs of 64 documents.
-A ratio is the median of those of single turns, whose calls follow one another; the spread is that of the middle half.
-Needs no launcher: ranks are forked, over gloo, or are one of many on torch's fake backend, which carries nothing.
+The parts are:
+
+- Call: forward and backward of few tokens on one rank, compared with torch's scaled_dot_product_attention, which runs
+  the same kernel. The clock measures processor time, since one rank never waits. "but for its kernel" is the time of a
+  call outside the kernel.
+- Agreement: the time to compare the inputs, once per call, relative to an all-reduce of one number over the same ranks;
+  and a forward pass of few tokens, relative to one without comparison.
+- Trust: the processor time of a training step of a small LLaMA on 4 ranks, of comparisons between ranks within the
+  step, and of the watchdog.
+- Program: the time to look up or derive a rank's program and its kernel launches before running it: for known lengths,
+  new lengths, and new packs of 64 documents.
+
+A ratio is the median over turns, and the spread covers the middle half. No launcher is needed: ranks are forked with
+gloo, or simulated by torch's fake backend.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ from tests.hf.llama import llama
 from tests.launch import on_ranks
 
 HEADS, HEAD_DIM = 8, 64
-Rows = dict[str, list[float]]  # seconds of each call
+Rows = dict[str, list[float]]  # seconds of each call, by name
 
 
 def main() -> None:
@@ -86,7 +90,7 @@ def one_rank(tokens: int, heads: int, dtype: str, calls: int) -> Rows:
 
 
 class Outside:
-    """A clock of processor time that stands still inside of a kernel."""
+    """A clock of processor time that is stopped inside a kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.inside = 0.0
@@ -162,7 +166,7 @@ def steps(tokens: int, calls: int) -> Rows:
 
 
 class Inside:
-    """The seconds, by a clock, that were spent in functions."""
+    """The seconds, measured by a clock, spent inside functions."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock, self.seconds = clock, 0.0
@@ -187,7 +191,7 @@ def program(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
             packs = [pack(ranks * 1024, seed) for seed in range(9)] if ranks == 64 else []
             packed = [wall(lambda m=m: derive(runtime, 1024, m)) for m in packs]
         found = {"known": known, "new length": new, **({"new pack": packed} if packed else {})}
-        yield f"{ranks} ranks", {name: [x / 2 for x in seconds] for name, seconds in found.items()}  # of two programs
+        yield f"{ranks} ranks", {name: [x / 2 for x in seconds] for name, seconds in found.items()}  # two programs
 
 
 def pack(tokens: int, seed: int) -> Mask:
@@ -195,14 +199,14 @@ def pack(tokens: int, seed: int) -> Mask:
 
 
 def bounds(runtime: Runtime, tokens: int, mask: Mask) -> list:
-    """Forward's and backward's programs, with the lengths of this call."""
+    """Return the bound programs of forward and backward for a call."""
     q = torch.empty(1, tokens, HEADS, HEAD_DIM)
     settings = CallSettings(mask, runtime.shards(tokens), Scores(1.0))
     return [runtime.bound(way, q, [q.shape] * 3, settings)[0] for way in ("forward", "backward")]
 
 
 def derive(runtime: Runtime, tokens: int, mask: Mask) -> None:
-    """The same, and the calls of the kernel that they ask for."""
+    """Derive the programs of a call and their kernel launches."""
     for bound in bounds(runtime, tokens, mask):
         for one in bound.program.code:
             if isinstance(one, Product):
@@ -211,7 +215,7 @@ def derive(runtime: Runtime, tokens: int, mask: Mask) -> None:
 
 @contextlib.contextmanager
 def fake_ranks(world: int) -> Iterator[Runtime]:
-    """One of `world` ranks of a ring; what it sends goes nowhere."""
+    """Context manager for one of `world` ranks of a ring, whose messages are dropped."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=world)
     try:
         with SequenceParallel(SequenceParallelConfig(size=world, ulysses=1, schedule="ring")) as sp:

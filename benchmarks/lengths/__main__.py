@@ -1,24 +1,35 @@
-"""Times optimizer steps on samples of many lengths: packs by length beside a fixed group, fixed Ulysses, data parallel.
+"""Time optimizer steps with samples of many lengths: packs by length, a fixed group, fixed Ulysses, and data
+parallelism.
 
     python -m benchmarks.lengths
     python -m benchmarks.lengths --real
 
-A step's samples have the quantiles of `KINDS`, which are assumed; the longest sample of each kind is in the step.
-Contenders: (a) one sample a group of fixed size, padded to the next multiple of the group, Ulysses on all ranks, which
-are as many as the longest sample needs; (b) our packs at the same Ulysses size; (c) data parallel where the longest
-sample fits a rank, dealt by cost; ours: whole samples on each rank, but for the longest.
+The lengths of a step's samples follow the assumed quantiles in `KINDS`, including the longest sample of each kind. The
+contenders are:
 
-A step is one layer of `MODEL`, forward and backward, on 8 nodes of one rank in a cluster in a box (`cluster.net`). A
-rank sleeps as long as the machine `--machine` computes, times --slower: by attention's pairs and by tokens. Tensors are
-sent for real, with heads of a --thinner-th, on links of a rank's real rate over both. A call's own time of processors,
-10 to 50 ms, is then --slower times less on that machine; ranks compare nothing, since hosts run ahead of accelerators.
-What a step needs for parameters is left out: a barrier for each sample, of (a), would only cost it more.
+- a: one sample per group of fixed size, padded to a multiple of the group, with Ulysses on all ranks. The longest
+  sample determines the number of ranks.
+- b: our packs with the same Ulysses size.
+- c: data parallelism balanced by cost, if the longest sample fits on one rank.
+- ours: whole samples on each rank, except the longest samples.
 
---real: a LLaMA on 2 ranks of this machine, loops with `sp.packs` and plain ones, forward and backward; lengths are a
---scale-th.
+A step is forward and backward of one layer of `MODEL`, on a simulated cluster of 8 nodes with one rank each
+(`cluster.net`). Instead of computing, a rank sleeps for --slower times as long as the machine `--machine` would compute
+for the pairs of attention and the tokens. Tensors are sent over links slowed down by --slower and --thinner, with a
+head size divided by --thinner. A call's own processor time of 10 to 50 ms would be --slower times shorter on the real
+machine. Ranks compare nothing, since hosts run ahead of accelerators. The communication of parameters is left out: as a
+barrier per sample, it would only slow down contender a.
 
-ratio: tokens a second to (a). work: most over mean of ranks; groups: of 4 groups that are dealt four times the samples.
-MB: out of the busiest node. cut: documents on several ranks.
+--real: a LLaMA on 2 ranks of this machine, forward and backward, with `sp.packs` and with plain loops; lengths are
+divided by --scale.
+
+Columns of the table:
+
+- ratio: tokens per second relative to contender a.
+- work: maximum work of a rank, divided by the mean over ranks.
+- groups: maximum work of a group, divided by the mean, for 4 groups with four times as many samples.
+- MB: megabytes sent by the busiest node.
+- cut: number of documents that are split over several ranks.
 """
 
 from __future__ import annotations
@@ -49,18 +60,18 @@ from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.request import Job, Model
 from tests.launch import on_ranks as launched
 
-# share of samples -> tokens up to which they have; and the samples of a step
+# (quantile -> maximum tokens; number of samples in a step)
 KINDS: dict[str, tuple[dict[float, int], int]] = {
     "chat": ({0: 32, 0.5: 350, 0.87: 1024, 0.993: 4096, 0.999: 8192, 1: 32768}, 512),
     "code": ({0: 64, 0.5: 2000, 0.8: 6000, 0.95: 16384, 1: 32768}, 48),
     "uniform": ({0: 1, 1: 4096}, 96),
 }
-RANKS, CAP = 8, 4096  # tokens of a rank
+RANKS, CAP = 8, 4096  # maximum tokens per rank
 MODEL = Model(
     hidden=2048, intermediate=8192, layers=1, heads=32, kv_heads=8, head_dim=64, vocab=1, parameters=1,
     layer_parameters=1,
 )  # fmt: skip
-LINKS = {"400 Gb/s": 45e9, "100 Gb/s": 11e9}  # bytes/s of a rank
+LINKS = {"400 Gb/s": 45e9, "100 Gb/s": 11e9}  # bytes/s per rank
 COLUMNS = ["samples", "link", "contender", "ratio", "s", "work", "groups", "MB", "cut", "Ulysses"]
 
 
@@ -75,8 +86,15 @@ def main() -> None:
 
 
 def samples(kind: str, times: int = 1, scale: int = 1, count: int = 0) -> list[int]:
-    """Tokens of a step's samples, or of `count`, shuffled. Between quantiles they grow by equal factors, of a uniform
-    kind equally."""
+    """Return the lengths of a step's samples in random order.
+
+    Between quantiles, lengths grow geometrically, or linearly for the kind "uniform".
+
+    Args:
+        times: Multiple of the number of samples.
+        scale: Divisor of the lengths.
+        count: Number of samples; 0 for the kind's own number.
+    """
     quantiles, of_step = KINDS[kind]
     count = (count or of_step) * times
     places, found = sorted(quantiles), []
@@ -92,7 +110,7 @@ def samples(kind: str, times: int = 1, scale: int = 1, count: int = 0) -> list[i
 
 
 def contenders(lengths: Sequence[int], costs: Costs) -> dict[str, list[Pack]]:
-    """The micro-batches of each contender."""
+    """Return the micro-batches of each contender."""
     of = [costs.seconds([n]) for n in lengths]
     packs = [tuple(lengths[x] for x in pack) for pack in deal(lengths, of, 1, RANKS * CAP)[0]]
     found = {}
@@ -171,7 +189,7 @@ def cells(kind: str, link: str, rows: Any, seconds: Any, others: Any, groups: fl
 
 
 def cuts(pack: Pack) -> int:
-    """Documents of a pack that several CP ranks hold."""
+    """Return the number of documents in a pack that are split over several CP ranks."""
     is_shared = pack.ulysses > 0 and not isinstance(pack.lengths[0], tuple)
     return len(placing.Pack.shared(pack.lengths, "balanced", RANKS, pack.ulysses).cut) if is_shared else 0
 

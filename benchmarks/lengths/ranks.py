@@ -1,4 +1,6 @@
-"""What `benchmarks.lengths` runs on a rank: steps of one layer whose computing is a sleep, and of a small LLaMA."""
+"""The part of `benchmarks.lengths` that runs on ranks: steps of one layer with simulated computation, and a small
+LLaMA.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,19 @@ BY_ULYSSES: dict[int, SequenceParallel] = {}
 
 
 class Pack(NamedTuple):
-    """A micro-batch. lengths: of documents that ranks share, or for each rank of its own. ulysses: 0: without calls of
-    attention, as of plain data parallel."""
+    """A micro-batch.
+
+    Attributes:
+        lengths: Lengths of documents that ranks share, or a tuple of lengths for each rank.
+        ulysses: The Ulysses size; 0 for plain data parallelism without attention calls.
+    """
 
     lengths: tuple[Any, ...]
     ulysses: int = 0
 
 
 class Nothing:
-    """A kernel that computes nothing, in one launch for each product."""
+    """A kernel without computation, with one launch per product."""
 
     name = "nothing"
     support = KernelSupport(windows=2, segments=True, join=joined)
@@ -58,7 +64,7 @@ class Nothing:
 
 
 class Clock(Observer):
-    """Sleeps as long as a machine computes: a product by its pairs."""
+    """Sleeps for the time that a machine would compute, by the pairs of each product."""
 
     def __init__(self, work: Work, heads: int) -> None:
         self.work, self.heads, self.slept, self.owed = work, heads, 0.0, 0.0
@@ -71,7 +77,7 @@ class Clock(Observer):
             self.sleep(pairs * share * self.work.pair)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, less what earlier sleeps were too long."""
+        """Sleep, and compensate for earlier sleeps that took too long."""
         began, self.slept, self.owed = time.perf_counter(), self.slept + seconds, self.owed + seconds
         time.sleep(max(0.0, self.owed))
         self.owed -= time.perf_counter() - began
@@ -118,7 +124,7 @@ class Step:
 
 
 def build(steps: Sequence[Sequence[Pack]], work: Work, heads: tuple[int, int, int], sizes: Sequence[int]) -> None:
-    """Make the steps of contenders."""
+    """Create the steps of contenders."""
     clock = Clock(work, heads[0])
     if not BY_ULYSSES:
         kernels.register(Nothing())
@@ -126,7 +132,7 @@ def build(steps: Sequence[Sequence[Pack]], work: Work, heads: tuple[int, int, in
         if ulysses not in BY_ULYSSES:
             config = SequenceParallelConfig(size=dist.get_world_size(), ulysses=ulysses, kernel="nothing")
             BY_ULYSSES[ulysses] = SequenceParallel(config)
-            BY_ULYSSES[ulysses].runtime.guards.clear()  # they compare on hosts, which run ahead of accelerators
+            BY_ULYSSES[ulysses].runtime.guards.clear()  # skip comparisons on hosts, which run ahead of accelerators
         BY_ULYSSES[ulysses].runtime.observers[:] = [
             *(x for x in BY_ULYSSES[ulysses].runtime.observers if not isinstance(x, Clock)),
             clock,
@@ -138,14 +144,14 @@ def build(steps: Sequence[Sequence[Pack]], work: Work, heads: tuple[int, int, in
 
 
 def real(model: Model, lengths: Sequence[int], cap: int, dealt: Sequence[Sequence[int]], rounds: int) -> Any:
-    """Return by contender the seconds of a step of a LLaMA, forward and backward, on ranks that share sequences."""
+    """Return the seconds of LLaMA steps, forward and backward, by contender."""
     rank, size = dist.get_rank(), dist.get_world_size()
     ids = [model.tokens(n) for n in lengths]
     data = [{"input_ids": x[0], "labels": x[0]} for x in ids]
     steps = {}
 
     def fixed() -> None:
-        for x in ids:  # with padding to a multiple of the group
+        for x in ids:  # pad to a multiple of the group
             x = torch.nn.functional.pad(x, (0, -x.shape[1] % size))
             padded(input_ids=x, labels=x, use_cache=False).loss.backward()
 

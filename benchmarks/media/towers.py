@@ -1,11 +1,11 @@
-"""Prints the time of a step with large pictures that ranks of a sequence divide, beside one in which each computes all.
+"""Time a step with large pictures that ranks divide, compared with a step in which each rank encodes all pictures.
 
     python -m benchmarks.media.towers
     python -m benchmarks.media.towers --ranks 2 --pictures 4 --side 48
 
-The step is forward and backward of a patched Qwen2.5-VL of few layers, most of whose work is the tower's. Steps take
-turns, all ranks begin together, and the slowest one's seconds count. A ratio is the median of those of single turns;
-the spread is that of the middle half. Needs no launcher: ranks are forked, over gloo.
+A step is forward and backward of a patched Qwen2.5-VL with few layers, in which the vision tower does most of the work.
+Steps take turns. All ranks begin together, and the slowest rank's time counts. A ratio is the median over turns, and
+the spread covers the middle half. No launcher is needed: ranks are forked with gloo.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def steps(pictures: int, side: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each kind of step."""
+    """Return the seconds of each kind of step."""
     torch.manual_seed(0)
     plain = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=TEXT, vision_config=TOWER, **IDS))
     inputs = batch(pictures, side)
@@ -63,7 +63,7 @@ def steps(pictures: int, side: int, rounds: int) -> dict[str, list[float]]:
 
 
 def batch(pictures: int, side: int) -> Mapping[str, Tensor]:
-    """Inputs of one row with pictures of side x side patches."""
+    """Return the inputs for one row with pictures of side x side patches."""
     places = (side // MERGE) ** 2
     one = torch.tensor([5, 6, 7, IDS["vision_start_token_id"], *[TOKEN] * places, IDS["vision_end_token_id"]])
     ids = one.repeat(pictures)[None]

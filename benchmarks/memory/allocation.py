@@ -1,12 +1,12 @@
-"""Prints how much memory attention takes beyond its inputs, in units of one rank's block of queries.
+"""Print the memory of attention in addition to its inputs, in units of one rank's block of queries.
 
     python -m benchmarks.memory.allocation
     python -m benchmarks.memory.allocation --heads 16 --head-chunks 4
 
-bf16, as many key and value heads as query heads, causal. --tokens: of a rank. Counted are the storages of tensors that
-are alive at once (tests/live.py). Each figure is that of the rank with the most, and the least of several rounds, since
-gloo lets go late of what it has sent. The bare kernel is PyTorch's, on the tokens of one rank alone. Needs no launcher:
-ranks are forked, over gloo.
+The setup is causal attention in bf16 with equal numbers of query and key/value heads, and --tokens tokens per rank. The
+measurement counts the storages of tensors that are alive at the same time (tests/live.py). Each figure is the maximum
+over ranks and the minimum over several rounds, since gloo releases sent tensors late. The bare kernel is PyTorch's,
+applied to one rank's tokens. No launcher is needed: ranks are forked with gloo.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def taken(shape: tuple[int, ...], settings: dict[str, Any] | None) -> live.Figures:
-    """On a rank: of ours with these settings, or of the bare kernel."""
+    """Measure, on a rank, our attention with these settings, or the bare kernel."""
     tensors = [torch.randn(shape).bfloat16() for _ in range(4)]
     if settings is None:
         return live.least(lambda: live.measure(dense, *tensors))

@@ -1,12 +1,12 @@
-"""The idea of UPipe (Untied Ulysses, arXiv 2602.21196) by hand, around DeepSpeed's all-to-all: Ulysses attention on
-some of the query heads at a time.
+"""The idea of UPipe (Untied Ulysses, arXiv 2602.21196), reimplemented around DeepSpeed's all-to-all.
 
-A head chunk projects its query heads from the layer's input, attends, and adds its part to the module's output. A
-separate checkpoint makes backward do the same. Keys and values are exchanged once for all head chunks, as the paper
-does with GQA: each head chunk takes the same number of query heads from every group that shares a key/value head.
+Ulysses attention is computed for some of the query heads at a time. A head chunk projects its query heads from the
+layer's input, computes attention, and adds its part to the module's output. A separate checkpoint per chunk makes
+backward do the same. Keys and values are exchanged once for all head chunks, as in the paper with GQA. Each head chunk
+takes the same number of query heads from every group that shares a key/value head.
 
-The authors keep what attention's backward needs; these checkpoints attend again. So its memory compares with UPipe's,
-and its time does not.
+The authors of UPipe save what attention's backward needs, while the checkpoints in this module recompute attention. The
+memory of this benchmark is therefore comparable with UPipe's, but not its time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 
 def use(llama: nn.Module, head_chunks: int, world: int) -> None:
-    """Make every attention module of a model attend in so many head chunks.
+    """Make every attention module of a model compute attention in `head_chunks` chunks.
 
-    Raises ValueError if heads cannot be divided so."""
+    Raises ValueError if the heads cannot be divided into that many chunks.
+    """
     config = llama.config
     if config.num_key_value_heads % world or (config.num_attention_heads // config.num_key_value_heads) % head_chunks:
         raise ValueError(
@@ -46,7 +47,10 @@ def use(llama: nn.Module, head_chunks: int, world: int) -> None:
 
 
 def linears(weights: Tensor) -> nn.ModuleList:
-    """A layer for each head chunk: ZeRO-3 fetches whole modules, and a head chunk needs only its weights."""
+    """Return a linear layer for each head chunk.
+
+    ZeRO-3 fetches whole modules, and a head chunk needs only its own weights.
+    """
     found = nn.ModuleList(nn.Linear(*weights.shape[:0:-1], bias=False) for _ in weights)
     for linear, weight in zip(found, weights, strict=True):
         linear.weight.data.copy_(weight)
@@ -56,7 +60,7 @@ def linears(weights: Tensor) -> nn.ModuleList:
 def chunked_by_heads(
     module: Any, world: int, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
 ) -> tuple[Tensor, None]:
-    """LlamaAttention.forward. hidden_states (B, s, hidden): of this rank's tokens."""
+    """Replace LlamaAttention.forward. `hidden_states` (B, s, hidden) belong to this rank's tokens."""
     dim, x = module.head_dim, hidden_states
     k, v = (rearrange(part(x), "b s (h d) -> b h s d", d=dim) for part in (module.k_proj, module.v_proj))
     k = apply_rotary_pos_emb(k, k, *position_embeddings)[1]
@@ -75,17 +79,17 @@ def chunked_by_heads(
 
 
 def exchanged(x: Tensor) -> Tensor:
-    group = groups._get_sequence_parallel_group()  # initialize makes it, after the model was patched
+    group = groups._get_sequence_parallel_group()  # created by initialize, after the model was patched
     return _dim_zero_all_to_all(group, x.contiguous())
 
 
 def inward(x: Tensor, world: int) -> Tensor:
-    """(B, all heads, local tokens, D) -> (B, local heads, all tokens, D)."""
+    """Exchange (B, all heads, local tokens, D) to (B, local heads, all tokens, D)."""
     x = exchanged(rearrange(x, "b (w h) s d -> w b h s d", w=world))
     return rearrange(x, "w b h s d -> b h (w s) d")
 
 
 def outward(x: Tensor, world: int) -> Tensor:
-    """(B, local heads, all tokens, D) -> (B, local tokens, all heads x D)."""
+    """Exchange (B, local heads, all tokens, D) to (B, local tokens, all heads x D)."""
     x = exchanged(rearrange(x, "b h (w s) d -> w b h s d", w=world))
     return rearrange(x, "w b h s d -> b s (w h d)")

@@ -1,14 +1,15 @@
-"""Trains many steps, each of another length, mask and pack, and says what grows: memory, handles, threads.
+"""Train many steps with changing lengths, masks and packs, and print the growth of memory, file handles and threads.
 
     python -m benchmarks.memory.endurance
     python -m benchmarks.memory.endurance --steps 200 --ranks 2 --stage 2 --schedule attention2d
 
 Ranks are gloo processes of this machine with one thread each. A step has --accumulation micro-batches of one or two
-rows of 64 to --tokens tokens, plain, padded on either side, or packed; every 50th step is followed by an evaluation.
+rows with 64 to --tokens tokens, which are plain, padded on either side, or packed. Every 50th step is followed by an
+evaluation.
 
-Each row has the greatest numbers of any rank, as medians of a stretch of the run: resident memory, and how many
-handles, threads and objects of Python a rank has, and files /dev/shm, of whatever process. The first stretch warms
-caches up. "grows" is the last row less the second one.
+Each row covers a part of the run, and lists the maximum over ranks of several medians: resident memory, the numbers of
+handles, threads and Python objects of a rank, and the number of files in /dev/shm. The first part warms up caches.
+"grows" is the difference between the last row and the second row.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from benchmarks import tables
 from tests.launch import on_engine_ranks
 
 COLUMNS = "steps", "MiB", "handles", "threads", "objects", "shared files"
-STRETCHES = 10  # of a run
-Numbers = tuple[float, ...]  # which the garbage collector does not count
+STRETCHES = 10  # parts of a run
+Numbers = tuple[float, ...]  # floats in a tuple, which the garbage collector does not track
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace) -> list[Numbers]:
-    """Return this rank's numbers after every tenth step."""
+    """Return the memory and object counts of this rank after every tenth step."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
@@ -90,7 +91,7 @@ def train(args: argparse.Namespace) -> list[Numbers]:
 
 
 def batch_of(draw: random.Random, most: int) -> dict[str, torch.Tensor]:
-    """Return a batch of a drawn length and kind, the same on all ranks."""
+    """Return a batch of random length and kind, the same on all ranks."""
     rows, tokens, kind = draw.choice((1, 1, 2)), draw.randint(64, most), draw.choice(("plain", "left", "right", "pack"))
     ids = torch.tensor([[draw.randrange(256) for _ in range(tokens)] for _ in range(rows)])
     batch = {"input_ids": ids, "labels": ids.clone()}

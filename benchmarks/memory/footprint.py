@@ -1,13 +1,13 @@
-"""Predicted memory of a training step beside the measured one, part by part: tensors of the rank with the most.
+"""Compare the predicted memory of a training step with the measured memory, for the rank that uses most.
 
     python -m benchmarks.memory.footprint --lengths 4096,8192 --vocab 16384 -- u4 u2/ring ring attention2d
     python -m benchmarks.memory.footprint -- u4+mlp_tiles=8+loss_tiles=8 u4+checkpointing=false
     python -m benchmarks.memory.footprint --zero stage=2 --zero 'offload_optimizer={"device": "cpu"}'
 
-Models, contenders and their settings are those of benchmarks.memory.peers. *Between steps*: the storages of all tensors
-there are. *Step*: with those that a step made, the most alive at once. What ZeRO or a checkpoint offloads is beside it
-on a CPU, so predicted is what a rank and its host have together; between steps a host keeps memory for checkpoints.
-Needs no launcher.
+Models, contenders and settings are the same as in benchmarks.memory.peers. "Between steps" counts the storages of all
+tensors; the phases of a step add the peak of the tensors that the step creates. On CPUs, offloaded tensors are in the
+same memory, so the prediction is the total of a rank and its host. Between steps, the host keeps memory for
+checkpoints. No launcher is needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def measured(model: Any, options: dict[str, Any], seq: int) -> tuple[int, dict[str, int]]:
-    """On a rank: bytes of all tensors between steps, and of what the third step makes, by phase."""
+    """Return, on a rank, (bytes of all tensors between steps, peak bytes created by the third step, by phase)."""
     from benchmarks.memory import ranks
 
     step = ranks.made(model, "ours", options, seq)
@@ -40,7 +40,7 @@ def measured(model: Any, options: dict[str, Any], seq: int) -> tuple[int, dict[s
 
 
 def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> TrainingStep:
-    """The step that a contender of `memory.ranks` makes, as the planner knows it."""
+    """Return the planner's description of the step of a contender in `memory.ranks`."""
     from benchmarks.memory.ranks import divided
     from hf_integration.look.sizes import config_sizes
 
@@ -74,7 +74,7 @@ def main() -> None:
             said = footprint(step_of(model, spec.section, seq, args.ranks))
             ranks = on_ranks(args.ranks, measured, model, spec.section, seq, timeout=900)
             resting, phases = max(ranks, key=lambda one: max(one[1].values()))
-            host = said.host.total - said.host.bytes_by_item.get("rounding", 0)  # processors pin nothing
+            host = said.host.total - said.host.bytes_by_item.get("rounding", 0)  # CPUs have no pinned memory
             rows = [("between steps", said.resting.total + host, resting)]
             for phase, made in phases.items():
                 moments = [moment.total for moment in said.moments if moment.name.startswith(phase)]

@@ -1,25 +1,31 @@
-"""The longest sequence whose training step fits a budget, and how long a step takes, beside DeepSpeed's recipe.
+"""Measure the longest sequence whose training step fits a memory budget, and the time of a step.
 
     python -m benchmarks.memory.peers longest --budget 2.5GiB -- deepspeed u4
     python -m benchmarks.memory.peers speed --lengths 8192 -- deepspeed u4
 
-`longest` finds the longest sequence by bisection, to --resolution tokens, and --most at most. `speed` times --steps
-steps in each of --rounds. Needs no launcher: ranks are gloo processes of this machine, fresh ones for every
-measurement.
+`longest` finds the longest sequence by bisection, up to --most tokens and with a resolution of --resolution tokens.
+`speed` times --steps steps in each of --rounds rounds. No launcher is needed: ranks are gloo processes of this machine,
+restarted for every measurement.
 
-Contenders (`benchmarks.contenders`) train the same LLaMA (from a config, fp32 or `--bf16`) on the same tokens, with
-ZeRO-3, AdamW, clipping and gradient checkpointing (`u4+checkpointing=false`). Of the peers, every rank of `plain` has
-the whole sequence, so it works on as many times the tokens; see `memory.ranks.alst` for `deepspeed`. Its logits are in
-tiles of 64 MiB: the 1 GiB of its recipe is for larger machines (`deepspeed+tile_bytes=1073741824`). With
-`deepspeed+upipe=2` it attends in two head chunks, as UPipe does (`memory.chunked_by_heads`).
+Contenders (`benchmarks.contenders`) train the same LLaMA on the same tokens, in fp32 or with `--bf16`. All use ZeRO-3,
+AdamW, clipping and gradient checkpointing (disabled by `u4+checkpointing=false`). Losses and gradient norms must equal
+those of the first contender, to 1e-3 (bf16: 2e-2). Two peers are available:
 
-All do the same work: losses and gradient norms must be those of the first contender, to 1e-3 (bf16: 2e-2).
+- plain: every rank has the whole sequence, so the total number of tokens is multiplied by the number of ranks.
+- deepspeed: DeepSpeed's recipe (`memory.ranks.alst`), with logits in tiles of 64 MiB. The recipe's own 1 GiB is meant
+  for larger machines (`deepspeed+tile_bytes=1073741824`). With `deepspeed+upipe=2`, attention is computed in two head
+  chunks, as in UPipe (`memory.chunked_by_heads`).
 
-Figures are those of the rank with the most. --by rss: the greatest resident memory during a step (VmHWM, begun again
-before it) beyond that before the first step. There glibc gives back every block from 128 KiB as soon as it is freed,
-for all alike. So RSS is nearer to what was in use, and steps are slower. --by tensors: the storages made by a step
-that are alive at once (tests/live.py), without what a kernel has for itself. ZeRO's buckets, whose defaults would hide
-the rest, are small for all (`memory.ranks.ZERO`). A run whose rank needs more than `--limit` ends, and says so.
+Figures are the maximum over ranks. --by selects the measure:
+
+- rss: peak resident memory during a step (VmHWM, reset before the step), minus the resident memory before the first
+  step. For all contenders, glibc returns every block of at least 128 KiB to the system when it is freed. This setting
+  brings RSS closer to the memory in use, but makes steps slower.
+- tensors: storages created by a step that are alive at the same time (tests/live.py), without a kernel's internal
+  memory.
+
+ZeRO's buckets are small for all contenders (`memory.ranks.ZERO`), since the default sizes would hide everything else. A
+rank that exceeds `--limit` exits, and the run reports that.
 """
 
 from __future__ import annotations
@@ -35,10 +41,10 @@ from typing import Any
 from benchmarks import contenders, tables
 from benchmarks.contenders import Spec, setting
 
-# of the ranks' glibc: freed blocks go back at once. Read when the processes start that ranks are forked from
+# settings of glibc: return freed blocks at once. Read at the start of the process that forks ranks
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 MIB = 2**20
-OVER = "more than"  # of a run that ended because of --limit
+OVER = "more than"  # prefix for a run stopped by --limit
 
 
 def main() -> None:
@@ -61,7 +67,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
 
 
 def model_options(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """Options for every field of `memory.ranks.Model`, of which the numbers are given."""
+    """Add options for every field of `memory.ranks.Model`, with defaults for the numbers."""
     tables.add(parser, **defaults, bf16=False)
     parser.add_argument("--zero", action="append", type=setting, default=[], metavar="KEY=VALUE",
                         help="of zero_optimization, in place of the benchmark's own")  # fmt: skip
@@ -75,7 +81,7 @@ def size(text: str) -> int:
 
 
 class Bench:
-    """Measures, and holds every contender against the first."""
+    """Measures contenders, and compares each with the first."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from benchmarks.memory import ranks  # imports DeepSpeed
@@ -86,7 +92,7 @@ class Bench:
         self.tolerance = 2e-2 if args.bf16 else 1e-3
 
     def run(self, spec: Spec, seq: int, *, timed: int, follow: bool) -> list[Any] | str:
-        """Figures of every rank, or why there are none."""
+        """Return the figures of every rank, or the reason why figures are missing."""
         options = {**({"tiled_mlp": True} if spec.peer == "deepspeed" else {}), **spec.section}
         args = self.model, spec.peer or "ours", options, seq, timed, follow, self.args.limit
         found = figures(
@@ -97,14 +103,17 @@ class Bench:
         return found
 
     def check(self, name: str, seq: int, *found: Sequence[float]) -> None:
-        """found: losses and gradient norms. Raises SystemExit where they are not those of the other contenders."""
+        """Raise SystemExit if losses or gradient norms differ from those of the first contender."""
         other, *first = self.first.setdefault(seq, (name, *found))
         if wrong := unlike(first, found, self.tolerance):
             raise SystemExit(f"{other} and {name}, {seq} tokens: {wrong}")
 
 
 def figures(world: int, function: Callable[..., Any], *args: Any, timeout: float, name: str) -> list[Any] | str:
-    """What a function that ends above a limit, its last argument, gives on every rank; or why there is nothing."""
+    """Return the results of a function on every rank, or the reason why results are missing.
+
+    The last argument of the function is a memory limit, above which the function exits.
+    """
     from benchmarks.memory.ranks import OVER as CODE
     from tests.launch import on_ranks
 
@@ -120,7 +129,7 @@ def figures(world: int, function: Callable[..., Any], *args: Any, timeout: float
 
 
 def unlike(right: Sequence[Sequence[float]], found: Sequence[Sequence[float]], tolerance: float) -> str | None:
-    """How losses or gradient norms differ from others, if they do."""
+    """Describe how losses or gradient norms differ, or return None if they agree."""
     for what, one, other in zip(("losses", "gradient norms"), right, found, strict=True):
         if any(abs(a - b) > tolerance * max(abs(a), abs(b)) for a, b in zip(one, other, strict=False)):
             return f"not the same work: {what} {one} and {other}"
@@ -133,7 +142,7 @@ MEASURES: dict[str, Callable[[Any], int]] = {
 
 
 def speed(bench: Bench, args: argparse.Namespace) -> None:
-    """Steps alone, with glibc's own settings, the contenders in turn, `--rounds` times over."""
+    """Time steps alone, with glibc's own settings. Contenders take turns for `--rounds` rounds."""
     tables.head("contender", "tokens", "s", "to the first")
     for seq in map(int, args.lengths.split(",")):
         seconds: dict[str, list[float]] = {spec.name: [] for spec in args.contenders}
@@ -159,7 +168,7 @@ def longest(bench: Bench, args: argparse.Namespace) -> None:
 
 
 def bisect(bench: Bench, spec: Spec) -> tuple[int, int, str]:
-    """(the longest sequence under the budget, what it took, why no longer one could be tried, if so)."""
+    """Return (the longest sequence within the budget, its memory, the reason if no longer sequence could be tried)."""
     args, reasons = bench.args, list[str]()
 
     def taken(seq: int) -> int | None:
@@ -181,10 +190,14 @@ def bisect(bench: Bench, spec: Spec) -> tuple[int, int, str]:
 def search(
     taken: Callable[[int], int | None], budget: int, resolution: int, most: Callable[[], int], limit: int
 ) -> dict[int, int]:
-    """Lengths, and the bytes that they take, until the longest under the budget is known to `resolution`.
+    """Find the longest length within the budget, to `resolution`, and return the bytes of each measured length.
 
-    The line through what was measured says where to look next. taken: bytes of a length, None where it cannot be tried,
-    `limit` and more where memory ended. most: tokens that are tried at most, asked before every one but the first.
+    Each next length is interpolated linearly from the measured lengths.
+
+    Args:
+        taken: Returns the bytes of a length: None if the length cannot be tried, at least `limit` if memory is
+            exhausted.
+        most: Returns the maximum number of tokens to try; called before every length except the first.
     """
     known, low, high, seq = {0: 0}, 0, 0, 4 * resolution
     while (not high or high - low > resolution) and seq > low:
@@ -199,7 +212,7 @@ def search(
 
 
 def estimate(known: dict[int, int], budget: int, limit: int) -> float:
-    """Where the line through the two lengths that are nearest to the budget meets it."""
+    """Return the length at which a line through the two lengths nearest to the budget reaches the budget."""
     nearest = sorted((seq for seq in known if known[seq] < limit), key=lambda seq: abs(known[seq] - budget))[:2]
     a, b = sorted(nearest)
     return a + (budget - known[a]) * (b - a) / max(1, known[b] - known[a])

@@ -1,7 +1,7 @@
-"""What `benchmarks.memory.peers` runs on a rank: one contender's training steps on one sequence, and what they took.
+"""The part of `benchmarks.memory.peers` that runs on ranks: a contender's training steps on one sequence.
 
 All contenders train the same LLaMA on the same tokens with the same ZeRO-3 settings. `KINDS` has a function for each
-kind.
+kind of contender.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from benchmarks.memory import chunked_by_heads
 from benchmarks.turns import wall
 from tests.live import Live
 
-LONGEST = 2**19  # tokens of the text; a shorter sequence is its beginning
-# the same for all: ZeRO's own buffers are small beside activations, and parameters go once they were used
+LONGEST = 2**19  # tokens of the text; shorter sequences are prefixes
+# for all contenders: small ZeRO buffers, and parameters are released after use
 ZERO = {
     "stage": 3,
     "reduce_bucket_size": 2**20,
@@ -41,16 +41,16 @@ ZERO = {
     "stage3_max_reuse_distance": 0,
 }
 Mark = Callable[[str], None]
-Step = Callable[..., tuple[float, float]]  # of a Mark
-Kind = tuple[Any, Callable[[], Tensor], Callable[[Tensor], float]]  # engine; a rank's loss; that of all ranks of it
-OVER = 77  # the exit code of a rank that went over its limit
-# settings of a contender that are this benchmark's own; the others are its "sequence_parallel" section
+Step = Callable[..., tuple[float, float]]  # called with a Mark
+Kind = tuple[Any, Callable[[], Tensor], Callable[[Tensor], float]]  # engine, loss of a rank, mean over ranks
+OVER = 77  # exit code of a rank that exceeded its limit
+# settings of this benchmark; other settings belong to the "sequence_parallel" section
 LOCAL = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26, "upipe": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """zero: settings beside or in place of those of ZERO."""
+    """The sizes of the model. `zero` overrides settings in the constant ZERO."""
 
     vocab: int = 131072
     hidden: int = 256
@@ -78,7 +78,7 @@ class Model:
 
     def settings(self) -> dict[str, Any]:
         zero = ZERO | dict(self.zero)
-        adam = {"torch_adam": "offload_optimizer" not in zero}  # else DeepSpeed's own for processors, which it builds
+        adam = {"torch_adam": "offload_optimizer" not in zero}  # otherwise DeepSpeed's own for CPUs, which it compiles
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -92,8 +92,15 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one rank. rest, rss: bytes resident before the first step, and the most during a step. allocated: of what a
-    followed step made, the most bytes alive at once, by phase. losses, norms: of the steps, the same on all ranks."""
+    """The measurements of one rank.
+
+    Attributes:
+        rest: Resident bytes before the first step.
+        rss: Peak resident bytes during a step.
+        seconds: Times of the steps.
+        losses, norms: Losses and gradient norms of the steps, the same on all ranks.
+        allocated: Peak bytes of tensors created in one step, by phase.
+    """
 
     rest: int
     rss: int
@@ -106,21 +113,24 @@ class Figures:
 def measure(
     model: Model, kind: str, options: dict[str, Any], seq: int, timed: int, follow: bool, limit: int
 ) -> Figures:
-    """One step to warm up, `timed` ones with a clock and the RSS reset before, and with `follow` one whose tensors are
-    followed. limit: bytes of RSS at which this process ends, before the machine has no more."""
+    """Run a warm-up step and `timed` timed steps, and track the tensors of one more step if `follow` is set.
+
+    The peak of RSS is reset before each step. The process exits if RSS exceeds `limit` bytes, before the machine runs
+    out of memory.
+    """
     return measured(lambda: made(model, kind, options, seq), timed, follow, limit)
 
 
 def measured(
     make: Callable[[], Step], timed: int, follow: bool, limit: int, read: Callable[[], float] = time.perf_counter
 ) -> Figures:
-    """As `measure`, of any step. read: gives the time."""
+    """Measure the step that `make` creates, in the same way as `measure`. `read` returns the time."""
     threading.Thread(target=watch, args=(limit,), daemon=True).start()
     step = make()
     rest, found, seconds, highest = memory("VmRSS"), [], [], 0
     for _ in range(1 + timed):
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")  # VmHWM begins again
+            file.write("5")  # resets VmHWM
         dist.barrier()
         seconds.append(wall(lambda: found.append(step()), read))
         highest = max(highest, memory("VmHWM"))
@@ -129,13 +139,13 @@ def measured(
 
 
 def memory(name: str) -> int:
-    """Bytes, of a line of /proc/self/status."""
+    """Return the bytes in a line of /proc/self/status."""
     with open("/proc/self/status", encoding="ascii") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def watch(limit: int) -> None:
-    """Ends this process once its RSS is above the limit."""
+    """Exit this process when its RSS exceeds the limit."""
     while memory("VmRSS") < limit:
         time.sleep(0.05)
     os._exit(OVER)
@@ -146,13 +156,13 @@ class Followed(Live):
 
 
 def tensors() -> list[Tensor]:
-    """All in memory that Python knows of."""
+    """Return all CPU tensors known to Python."""
     found = [x for x in gc.get_objects() if type.__instancecheck__(Tensor, x)]
     return [x for x in found if x.device.type == "cpu" and x.layout == torch.strided]
 
 
 def followed(step: Step) -> dict[str, int]:
-    """Of what one step makes, the most bytes alive at once, by phase."""
+    """Return the peak bytes of tensors created in one step, by phase."""
     phases: dict[str, int] = {}
     with Followed(*tensors()) as live:
 
@@ -165,7 +175,7 @@ def followed(step: Step) -> dict[str, int]:
 
 
 def made(model: Model, kind: str, options: dict[str, Any], seq: int) -> Step:
-    """How to make a step of a contender, once in a process. It gives loss and gradient norm of the whole batch."""
+    """Return a contender's step, which returns the loss and gradient norm of the whole batch. Call once per process."""
     local, section = divided(options, seq)
     if local["tiled_mlp"]:
         modeling_llama.LlamaMLP.forward = tiled_mlp
@@ -187,14 +197,14 @@ def made(model: Model, kind: str, options: dict[str, Any], seq: int) -> Step:
 
 
 def divided(options: dict[str, Any], seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The benchmark's own settings, and the section; with the length, where "memory": "auto" needs one."""
+    """Split options into the benchmark's own settings and the section, adding the length if "memory" is "auto"."""
     local = {name: options.get(name, default) for name, default in LOCAL.items()}
     section = {name: value for name, value in options.items() if name not in LOCAL}
     return local, {"seq_len": seq, **section} if section.get("memory") == "auto" else section
 
 
 def plain(model: Model, llama: Any, local: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
-    """Every rank the whole sequence, the same one: ranks share states only."""
+    """Create an engine that trains on the same whole sequence on every rank, so that ranks share only states."""
     engine = deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=model.settings())[0]
     ids = model.tokens(seq).to(engine.device)
     return engine, lambda: engine(input_ids=ids, labels=ids, use_cache=False).loss, Tensor.item
@@ -213,12 +223,15 @@ def ours(model: Model, llama: Any, local: dict[str, Any], section: dict[str, Any
 
 
 def alst(model: Model, llama: Any, local: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
-    """DeepSpeed's Ulysses with its recipe for long sequences (Arctic Long Sequence Training, arXiv:2506.13996), as its
-    tutorial sets it up. It has tiles of the MLP and of logits with loss, and reentrant checkpointing. Tokens are
-    sharded by hand as UlyssesSPDataLoaderAdapter does. tile_bytes: of fp32 logits; the recipe's own 1 GiB is meant for
-    GPUs. upipe: its attention in so many head chunks; see `memory.chunked_by_heads`.
+    """Create DeepSpeed's Ulysses with its recipe for long sequences (Arctic Long Sequence Training, arXiv:2506.13996).
 
-    TiledFusedLogitsLoss makes the gradient of lm_head's weight while it goes forward, so the loss is divided inside.
+    The setup follows DeepSpeed's tutorial, with tiled MLPs, tiled logits and losses, and reentrant checkpointing.
+    Tokens are sharded by hand in the same way as UlyssesSPDataLoaderAdapter. `tile_bytes` is the size of fp32 logits
+    per tile; the recipe's own 1 GiB is meant for GPUs. `upipe` is the number of head chunks (see
+    `memory.chunked_by_heads`).
+
+    TiledFusedLogitsLoss computes the gradient of lm_head's weight during forward, so the loss is divided inside the
+    tiles.
     """
     deepspeed.init_distributed()
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -238,7 +251,7 @@ def alst(model: Model, llama: Any, local: dict[str, Any], section: dict[str, Any
     )
     if local["upipe"] > 1:
         chunked_by_heads.use(llama, local["upipe"], world)
-    llama.forward = inner  # called by the engine, or ZeRO-3 does not learn in which order parameters are used
+    llama.forward = inner  # must be called by the engine, so that ZeRO-3 can record the order of parameters
     config = model.settings() | {"sequence_parallel_size": world}
     engine = deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=config, mpu=mpu)[0]
     group = deepspeed.utils.groups._get_sequence_parallel_group()
@@ -258,7 +271,7 @@ KINDS = {"plain": plain, "deepspeed": alst, "ours": ours}
 
 
 def tiled_mlp(self: Any, x: Tensor) -> Tensor:
-    """LlamaMLP.forward in tiles of about `hidden` tokens."""
+    """Compute LlamaMLP.forward in tiles of about `hidden` tokens."""
     weights = [self.down_proj.weight, self.gate_proj.weight, self.up_proj.weight]
     return TiledMLP.apply(_mlp, self, x, math.ceil(x.shape[1] / x.shape[2]), weights)
 

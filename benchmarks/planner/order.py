@@ -1,9 +1,9 @@
-"""The estimate's order beside the measured one: the best plans of a small LLaMA, a training step each, on CPU ranks.
+"""Compare the estimated order of plans with the measured order, for a small LLaMA on CPU ranks.
 
     python -m benchmarks.planner.order --ranks 4 --seq 4096 --top 8
 
-It runs `ds-seqpar tune` on the ranks of this machine, all of which share each sequence, and prints its rows in the
-order of the estimate. On one machine links cost little, so plans take about as long as one another.
+The command runs `ds-seqpar tune` on ranks of this machine, all of which share each sequence. The rows are printed in
+the estimated order. On one machine, communication is cheap, so that all plans take similar times.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The settings page: hardware x model x length -> the section to paste, as `plan` would choose it. Nothing is run.
+"""Write the table of recommended settings by hardware, model and length, as chosen by `plan`. Nothing is run.
 
-    python -m benchmarks.planner.settings  # writes the table of docs/settings_reference.md anew
+    python -m benchmarks.planner.settings  # updates the table in docs/settings_reference.md
 
-bf16, ZeRO-3, checkpointed layers, one sequence a group, and as many sequences a step as ranks make.
+The table assumes bf16, ZeRO-3, checkpointed layers, one sequence per group, and as many sequences per step as groups.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def model_of(name: str) -> Model:
 
 
 def best(name: str, place: str, seq: int) -> tuple[str, str, str]:
-    """(section, seconds a sequence, GiB a GPU) of what is estimated to be fastest."""
+    """Return (section, seconds per sequence, GiB per GPU) of the fastest estimated configuration."""
     machine = Machine.load(place)
     job = Job(model=model_of(name), seq=seq, zero=Zero(stage=3), checkpointing=True)
     request = Request(job=job, machine=machine, world=NODES[name] * machine.per_node)
@@ -50,7 +50,7 @@ def best(name: str, place: str, seq: int) -> tuple[str, str, str]:
         choice = plan(request)
     except ConfigError:
         return "does not fit", "", ""
-    # a section that does not say them has a ring, and on one rank no Ulysses
+    # omit defaults: a ring and, on one rank, no Ulysses
     found, given = choice.best, choice.best.config.section()
     unsaid = {"schedule": "ring"} | ({"ulysses": 1} if given["size"] == 1 else {})
     section = {key: value for key, value in given.items() if unsaid.get(key) != value}
@@ -58,7 +58,7 @@ def best(name: str, place: str, seq: int) -> tuple[str, str, str]:
 
 
 def rows(name: str, seq: int) -> list[list[str]]:
-    """One of each section: machines that share it stand in one row."""
+    """Return a row for each distinct section; machines with the same section share a row."""
     found: dict[str, list[tuple[str, str, str]]] = {}
     for place in MACHINES:
         section, seconds, size = best(name, place, seq)

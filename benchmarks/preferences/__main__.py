@@ -1,25 +1,26 @@
-"""Times a training step of DPO and of GRPO, and says its memory: trl's head on one rank, gathering logits, and ours.
+"""Time a training step of DPO and GRPO, and measure its memory, with trl on one rank and with shared sequences.
 
     python -m benchmarks.preferences
     python -m benchmarks.preferences --lengths 4096,8192,16384,32768 --vocabs 32768,131072 --ranks 2,4 --tasks dpo
 
-Ranks are fresh gloo processes of this machine with one thread each. All contenders train the same LLaMA, whose layers
-are checkpointed, with the same rows, whose losses and gradient norms must be those of the first to 1e-3. DPO: a pair
-and a reference model. GRPO: --completions rows and no reference; they are drawn, and not generated. Rows have one
-prompt, of which --share is the part of a row. trl's head has tiles of --tile tokens. trl's own 4,096 are meant for
-GPUs, where kernels compute in a tile's place; on CPUs torch makes seven copies of it.
+Ranks are gloo processes of this machine with one thread each, restarted for every measurement. All contenders train the
+same LLaMA with checkpointed layers on the same rows. Losses and gradient norms must equal those of the first contender,
+to 1e-3. DPO trains on one pair with a reference model. GRPO trains on --completions random rows, without generation and
+without a reference model. The prompt is the same for all rows, and takes the fraction --share of a row. trl's head uses
+tiles of --tile tokens. trl's own 4,096 tokens are meant for GPUs, where kernels work in place on a tile; on CPUs, torch
+makes seven copies. The contenders are:
 
-trl plain, 1 rank: trl's `add_fused_lm_head`, which its trainers call, on the unpatched model.
-whole logits gathered: ranks share sequences, and each gathers all logits, of which trl's `selective_log_softmax`
-    makes numbers a token.
-in parts: trl's head on the patched model, `shared_prompts` false. Of it one number a token is gathered.
-in parts, shared prompts: `shared_prompts` true.
+- trl plain, 1 rank: trl's `add_fused_lm_head`, which its trainers call, on the unpatched model.
+- whole logits gathered: ranks share sequences and gather all logits, from which trl's `selective_log_softmax` computes
+  one number per token.
+- in parts: trl's head on the patched model with `shared_prompts` false. Ranks gather one number per token.
+- in parts, shared prompts: the same with `shared_prompts` true.
 
-MiB: the greatest resident memory during a step (VmHWM, begun again before it) beyond that before the first step, of
-the rank with the most. A contender one of whose ranks needs more than its part of --memory GiB (default: what is
-available) ends, and its row says so. Seconds: the least of --steps steps after one that does not count, of the slowest
-rank. On fewer cores than ranks these wait for each other, and beside other work for that: --clock processor counts
-a rank's processor time.
+"MiB" is the peak resident memory during a step (VmHWM, reset before the step), minus the resident memory before the
+first step, for the rank that uses most. A contender stops if one of its ranks exceeds its share of --memory GiB
+(default: the available memory), and its row says so. Seconds are the minimum over --steps steps after a warm-up step,
+for the slowest rank. With fewer cores than ranks, ranks wait for one another; --clock processor then measures a rank's
+processor time.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """given: the words of the command line; None: those of this process."""
+    """Parse the command line, or the words in `given`."""
     parser = tables.parser(__doc__, tasks=["dpo", "grpo"], lengths="4096", vocabs="32768", ranks="2", share=0.75,
                            completions=4, tile=64, steps=1, memory=0.0, timeout=900, hidden=64, intermediate=192,
                            layers=2, heads=8, kv_heads=4, clock=("wall", "processor"))  # fmt: skip
@@ -57,7 +58,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def compared(args: argparse.Namespace, task: str, vocab: int, tokens: int) -> Iterator[list[object]]:
-    """A row for each contender. Raises ArithmeticError where one does not do the work of the first."""
+    """Yield a row for each contender. Raises ArithmeticError if the work of contenders differs."""
     from benchmarks.memory.ranks import Model
     from benchmarks.preferences.ranks import GATHERING, PARTS, PLAIN, SHARED, measure
 
@@ -90,7 +91,7 @@ def numbers(text: str) -> list[int]:
 
 
 def available() -> int:
-    """Bytes that the machine has left, but for a tenth."""
+    """Return 90% of the machine's available memory in bytes."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         return next(int(line.split()[1]) * 922 for line in lines if line.startswith("MemAvailable"))
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.preferences` runs on a rank: the contenders' steps of a preference or RL loss."""
+"""The part of `benchmarks.preferences` that runs on ranks: steps with a preference or RL loss."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ from hf_integration import patch_attention, share_sequences
 
 PLAIN, GATHERING, PARTS, SHARED = "trl plain, 1 rank", "whole logits gathered", "in parts", "in parts, shared prompts"
 IGNORE, CLIP, BETA = -100, 0.2, 0.1
-# a head's outputs, those that trl's trainer logs too
+# a head's outputs, including those that trl's trainer logs
 OUTPUTS = {"dpo": ("log_probs", "entropy", "mean_logits", "is_top1"), "grpo": ("log_probs", "entropy")}
 
 
-Shape = tuple[int, int, int, int]  # rows, their tokens, tokens of the completion and of a tile of the head
+Shape = tuple[int, int, int, int]  # (rows, tokens per row, tokens of the completion, tokens of a tile of the head)
 
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 def measure(model: Model, task: str, kind: str, shape: Shape, timed: int, clock: str, limit: int) -> Figures:
-    """As `memory.ranks.measure`."""
+    """Measure a contender's steps, in the same way as `memory.ranks.measure`."""
     chunked_logprob.TOKEN_CHUNK_SIZE = shape[3]
     return measured(lambda: made(model, task, kind, shape), timed, False, limit, CLOCKS[clock])
 
 
 def made(model: Model, task: str, kind: str, shape: Shape) -> Step:
-    """How to make a step: policy, and for DPO a reference, give numbers a token to the loss. Ranks add up gradients."""
+    """Return a training step. Ranks sum gradients.
+
+    The policy (and, for DPO, a reference model) computes a log-probability per token for the loss.
+    """
     policy, ids = model.make(), rows(model, shape)
     policy.gradient_checkpointing_enable({"use_reentrant": False})
     models = [policy]
     if task == "dpo":
         models.append(model.make().eval().requires_grad_(False))
-        models[1].lm_head.weight.data.mul_(1.1)  # else all margins are 0
+        models[1].lm_head.weight.data.mul_(1.1)  # otherwise, all margins are 0
     for one in models:
         add_fused_lm_head(one, outputs=OUTPUTS[task] if one is policy else ("log_probs",))
     if kind != PLAIN:
@@ -73,7 +76,7 @@ def made(model: Model, task: str, kind: str, shape: Shape) -> Step:
 
 
 def rows(model: Model, shape: Shape) -> Tensor:
-    """Rows of one prompt."""
+    """Return rows with the same prompt."""
     count, tokens, completion, _ = shape
     ids = model.tokens(tokens).repeat(count, 1)
     ids[:, -completion:] = torch.randint(model.vocab, (count, completion), generator=torch.Generator().manual_seed(2))
@@ -89,14 +92,14 @@ def grpo(logps: Tensor) -> Tensor:
     advantages = torch.linspace(-1, 1, len(logps))[:, None]
     ratio = (logps - logps.detach()).exp()
     gain = torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-    return (logps.detach() - gain).mean()  # of which the first term only tells contenders apart
+    return (logps.detach() - gain).mean()  # the first term only makes differences between contenders visible
 
 
 LOSSES: dict[str, Any] = {"dpo": dpo, "grpo": grpo}
 
 
 def averaged(model: nn.Module) -> float:
-    """The norm of gradients, which then are the mean over ranks."""
+    """Average gradients over ranks, and return their norm."""
     gradients = [x.grad for x in model.parameters() if x.grad is not None]
     for gradient in gradients:
         dist.all_reduce(gradient)

@@ -1,19 +1,20 @@
-"""Times a layer that picks latents by an index, and measures its memory: on a cluster in a box, or on one rank.
+"""Time a layer with sparse attention to picked latents, and measure its memory, on a simulated cluster or one rank.
 
     python -m benchmarks.sparse.layer --seq 4096
     python -m benchmarks.sparse.layer --nodes 1 --seq 2048 -- fast pieces plain
 
-The layer is DeepSeek V3.2's attention, forward and backward, with its projections. By default latents, heads, their
-size and the number of picks are an eighth of that model's, so 4,096 and 16,384 tokens stand for eight times as many.
-Nodes, links, turns and the table are those of `cluster.layers`. Contenders:
+The layer is the attention of DeepSeek V3.2, forward and backward, including its projections. By default, the sizes of
+latents and heads, and the numbers of heads and picks are an eighth of that model's, so that 4,096 and 16,384 tokens
+represent eight times as many. Nodes, links, turns and the table are the same as in `cluster.layers`. Contenders:
 
-fast: the module runs once, and reads what it picks of the gathered latents.
-pieces: the module runs on 256 tokens at a time, with a cache that gathers, and makes keys and values of all tokens.
-dense: the index of `fast`, then PyTorch's attention to keys and values of all tokens, with a mask of what it picked.
-plain: the module as transformers runs it, on one rank.
+- fast: the module runs once, and reads its picks from the gathered latents.
+- pieces: the module runs on 256 tokens at a time with a gathering cache, and expands keys and values of all tokens.
+- dense: the index of `fast`, followed by PyTorch's attention over keys and values of all tokens, with a mask for the
+  picks.
+- plain: the module as in transformers, on one rank.
 
-Each is compared first with `fast` in one process. Where rounding changes which keys are the last that an
-index picks, few rows differ, so the norm of all differences is compared.
+Each contender is first compared with `fast` in one process. Rounding may change which keys an index picks last, which
+affects few rows, so that the norm of all differences is compared.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """given: the words of the command line; None: those of this process."""
+    """Parse the command line, or the words in `given`."""
     parser = tables.parser(__doc__)
     parser.add_argument("contenders", nargs="*", metavar="CONTENDER", type=way, default=[way(x) for x in WAYS[:3]])
     on_ranks.options(parser, nodes=8, per_node=1)
@@ -62,14 +63,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def way(text: str) -> Spec:
-    """The type of an argument that is a contender."""
+    """Parse a contender, as an argument type."""
     if text not in WAYS:
         raise argparse.ArgumentTypeError(f"a contender must be one of {', '.join(WAYS)}; got {text!r}")
     return Spec(text, None, {})
 
 
 def made(args: argparse.Namespace) -> tuple[DeepseekV32Attention, DeepseekV32RotaryEmbedding]:
-    """The module, with the same weights everywhere."""
+    """Return the module, with the same weights on every rank."""
     torch.manual_seed(0)
     config = DeepseekV32Config(
         hidden_size=args.hidden, num_attention_heads=args.heads, num_key_value_heads=args.heads,
@@ -87,7 +88,7 @@ def inputs_of(rotary: DeepseekV32RotaryEmbedding, states: Tensor, positions: Ten
 
 
 def reference(args: argparse.Namespace) -> dict[str, Any]:
-    """The inputs, the output's gradient, and the results in one process, in fp32."""
+    """Return the inputs, the output's gradient, and the fp32 results of one process."""
     module, rotary = made(args)
     generator = torch.Generator().manual_seed(1)
     states, do = (torch.randn(1, args.seq, args.hidden, generator=generator) for _ in range(2))
@@ -104,7 +105,7 @@ def reference(args: argparse.Namespace) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Step(layers.Step):
-    """Forward and backward of this rank's tokens, with the gradients of weights."""
+    """Forward and backward for this rank's tokens, including gradients of weights."""
 
     module: DeepseekV32Attention
 
@@ -122,7 +123,7 @@ class Step(layers.Step):
 
 
 def build(spec: Spec, args: argparse.Namespace, folder: str) -> str | None:
-    """Makes the next step; None, or why it cannot run here."""
+    """Create the next step. Return None, or the reason why the contender cannot run."""
     if spec.name == "plain" and dist.get_world_size() > 1:
         return "the module as it is needs all tokens; give it one rank"
     sp = SequenceParallel(SequenceParallelConfig(size=dist.get_world_size()))
@@ -153,7 +154,10 @@ def dense(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`sparse_attention` as one product with a mask. Values are as wide as keys, so torch keeps no scores."""
+    """Compute `sparse_attention` as one product with a mask.
+
+    Values are padded to the width of keys, so that torch does not store scores.
+    """
     widths, tokens = [q.shape[3], matrix.shape[2] - q.shape[3]], latent.shape[1]
     k, v = torch.einsum("btc,hce->bhte", latent, matrix).split(widths, 3)
     positions = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])[:, None]

@@ -1,1 +1,1 @@
-"""Checks, pictures and listings of plans and programs. The engine does not import it."""
+"""Checks, pictures and listings of plans and programs, which the engine itself does not import."""

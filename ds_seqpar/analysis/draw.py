@@ -1,4 +1,4 @@
-"""A timeline as a picture: one row per rank, with its work and the data that it receives."""
+"""Draw a timeline: a row per rank, with its work and the data that it receives."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ if TYPE_CHECKING:
 
 COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8", "merge": "#3f7d58", "copy": "#8cbf9f",
           "post": "#8e5a97", "exchange": "#c8562e"}  # fmt: skip
-# kind of event -> its text in the legend; other kinds are not drawn
+# kind of event -> text in the legend; other kinds are not drawn
 NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "merge": "merging", "copy": "copying",
          "post": "posting", "exchange": "Ulysses' exchange arriving"}  # fmt: skip
-WHOLE = ("#c8c8c8", "#a0a0a0")  # documents that are whole on a rank, in turn
+WHOLE = ("#c8c8c8", "#a0a0a0")  # alternating colors of documents that are whole on a rank
 ARRIVING = tuple(kind for kind in NAMES if TRACKS[kind] == "receive")  # drawn in a row's lower lane
 
 
 def draw(
     plan: Plan, timeline: Timeline, costs: Costs, slower: float, file: str | Path, head_split: HeadSplit = UNSPLIT
 ) -> None:
-    """Write the simulated timeline of a plan as an image, PNG or the format of the file's extension.
+    """Write the simulated timeline of a plan as an image, in PNG or the format of the file's extension.
 
-    A row is a CP rank; its Ulysses ranks do the same at the same time. Its upper lane shows products and waits, its
-    lower lane transfers and exchanges of heads that arrive. Time is in products of two blocks.
+    Each row is a CP rank; all Ulysses ranks of a CP rank behave identically. The upper lane of a row shows products and
+    waits, and the lower lane shows arriving transfers and exchanges of heads. The unit of time is one product of two
+    blocks.
 
     Args:
-        slower: Duration of the timeline, over the longer of its products alone and its transfers alone.
+        slower: Duration of the timeline, divided by the maximum of its product time and its transfer time.
 
     Raises:
-        ConfigError: if matplotlib is not installed, or the file cannot be written.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     ulysses_size, head_chunks = head_split[:2]
     split = f" in Ulysses {ulysses_size}" * (ulysses_size > 1) + f", {head_chunks} head chunks" * (head_chunks > 1)
@@ -46,7 +47,7 @@ def draw(
     groups = [range(rank * ulysses_size, (rank + 1) * ulysses_size) for rank in range(plan.size)]
     height = 1.2 + 0.62 * plan.size
     figure = new_figure(13, height)
-    from matplotlib.patches import Patch  # after `new_figure`, which raises where matplotlib is not installed
+    from matplotlib.patches import Patch  # after `new_figure`, which raises if matplotlib is not installed
 
     axes = figure.add_subplot()
     _draw_events(axes, timeline, range(plan.size), costs.product)
@@ -62,11 +63,13 @@ def draw(
 
 
 def draw_packs(packs: Sequence[Sequence[Pack]], file: str | Path) -> None:
-    """Write an image of the packs of each group: a row for each CP rank, with its tokens from left to right,
-    micro-batch after micro-batch. Documents on a single rank are gray; every other document has a color.
+    """Draw the packs of each group.
+
+    Each row is a CP rank with its tokens from left to right, micro-batch after micro-batch. Documents on a single rank
+    are gray; every other document has a color.
 
     Raises:
-        ConfigError: As of `draw`.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     rows = [
         (group, pack, at, rank)
@@ -97,7 +100,7 @@ def draw_packs(packs: Sequence[Sequence[Pack]], file: str | Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure; sizes are in inches. Raise ConfigError if matplotlib is not installed."""
+    """Return an empty figure of the given size in inches. Raise ConfigError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -117,8 +120,8 @@ def save(figure: Figure, file: str | Path) -> None:
 def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: float) -> None:
     """Draw the events of some ranks, one row each.
 
-    `second` is the number of seconds in one unit of time. All bars are one collection, since a single bar takes
-    milliseconds.
+    `second` is the number of seconds in one unit of time. All bars are drawn as one collection, since drawing a single
+    bar takes milliseconds.
     """
     from matplotlib.collections import PolyCollection
 
@@ -145,7 +148,7 @@ def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: f
 
 
 def _label(axes: Axes, event: Event, left: float, right: float, lane: float, height: float, width: float) -> None:
-    """Write the label of an event, if its bar has room for it."""
+    """Draw the label of an event if its bar has enough room."""
     label = event.label.split(":")[0] if event.kind in ("move", "product", "exchange") else ""
     if label and height > 0.2 and (right - left) / max(width, 1e-9) * 150 > len(label):
         axes.text((left + right) / 2, lane, label, ha="center", va="center", fontsize=6.5, clip_on=True)

@@ -1,4 +1,4 @@
-"""A bound program as text: one line per instruction, then one per slot with its bytes."""
+"""Bound programs as text: a line per instruction, followed by a line per slot with its size in bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from . import memory
 
 
 def listing(bound: BoundProgram) -> str:
-    """Return the text of one rank's bound program: its instructions in order, its slots, and its peak memory in bytes.
+    """Return one rank's bound program as text: the instructions in order, the slots, and the peak memory in bytes.
 
-    `[3]` is slot 3, and `local` refers to tensors of the caller. `#2` is a ticket: an operation that an instruction
-    with this ticket starts runs until `wait #2`. The last column lists the slots that are free after an instruction.
+    `[3]` is slot 3, and `local` denotes the caller's tensors. `#2` is a ticket: an operation started with this ticket
+    runs until `wait #2`. The last column lists the slots that are free after the instruction.
     """
     program = bound.program
     code = [["step", "instruction", "free after it"]]
@@ -44,7 +44,7 @@ def _instruction_text(instruction: Instruction) -> str:
             label = "finish" if isinstance(instruction, op.Finish) else f"product {label}"
             operands += [f"{unit_name(unit)} {_slot_text(slot)}" for unit, slot in instruction.results]
         case op.Merge() if instruction.accumulator == LOCAL:
-            operands.remove("accumulator local")  # there is none yet
+            operands.remove("accumulator local")  # no accumulator exists yet
         case op.Enter():
             operands = [f"{exchange.words} {_slot_text(slot)}" for exchange, slot in instruction.arrived]
     ticket = f" #{instruction.ticket}" if isinstance(instruction, op.Started | op.Wait) else ""

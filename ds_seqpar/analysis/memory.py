@@ -1,7 +1,7 @@
-"""The memory of a call beyond its input tensors: slots, accumulators and results of kernels.
+"""Memory of an attention call in addition to its input tensors: slots, accumulators and kernel results.
 
-A tracker goes through the program instruction by instruction and counts bytes as the walker allocates and frees
-tensors; it does not need tensors. A kernel's own allocations count if their formula is known (`workspace`).
+A tracker steps through the program without tensors, and counts bytes as if the executor allocated and freed them.
+Temporary allocations of a kernel are included if their formula is known (`workspace`).
 """
 
 from __future__ import annotations
@@ -27,36 +27,38 @@ INF = float("inf")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Bytes beyond a rank's local q, k, v and the gradient of its out."""
+    """Bytes in addition to a rank's local q, k, v and the gradient of out."""
 
-    forward: int  # peak of forward, with out
-    saved: int  # what forward saves for backward, with out
-    backward: int  # peak of backward, with what is saved and dq, dk, dv
+    forward: int  # peak of forward, including out
+    saved: int  # saved by forward for backward, including out
+    backward: int  # peak of backward, including saved tensors and dq, dk, dv
     inputs: bool  # whether backward also needs the rank's own q, k and v
 
 
 def figures(forward: BoundProgram, backward: BoundProgram, choice: SavedForBackward) -> Figures:
-    """Return the figures of a call, from its two programs. `choice` is what forward saves for backward."""
+    """Return the figures of a call, from its forward and backward programs. `choice` determines which tensors forward
+    saves for backward.
+    """
     tracker = _Tracker(forward, choice)
     peak_forward, saved = tracker.run(), tracker.saved_with_results()
     peak_backward = saved + _Tracker(backward).run()
     return Figures(forward=peak_forward, saved=saved, backward=peak_backward, inputs=not choice.qkv)
 
 
-@functools.lru_cache(maxsize=8)  # head chunks are alike, and look up the same entry
+@functools.lru_cache(maxsize=8)  # equal head chunks share an entry
 def peak(bound: BoundProgram) -> int:
-    """Return the peak memory of a walk of the program in bytes, with its results."""
+    """Return the peak memory in bytes while the program runs, including its results."""
     return _Tracker(bound).run()
 
 
 @dataclasses.dataclass
 class _Result:
-    """An accumulator."""
+    """The state of an accumulator."""
 
-    loose: int = 0  # bytes outside of slots
-    all_rows: bool = False  # whether it has all rows
+    loose: int = 0  # bytes outside slots
+    all_rows: bool = False  # whether all rows are present
     in_accum_dtype: bool = False
-    in_slot: bool = False  # whether it is in the slot that it is sent from
+    in_slot: bool = False  # whether the result is in the slot to send from
     end: float = 0  # rows from here on are empty
 
     @property
@@ -65,7 +67,7 @@ class _Result:
 
 
 class _Tracker:
-    """Counts the bytes of all tensors while a program is walked."""
+    """Counts the bytes of all tensors while a program runs."""
 
     def __init__(self, bound: BoundProgram, choice: SavedForBackward = SavedForBackward.NOTHING) -> None:
         self.bound, self.choice, self.shape, self.program = bound, choice, bound.shape, bound.program
@@ -76,13 +78,13 @@ class _Tracker:
             if isinstance(instruction, op.Enter)
         }
         self.delta = any("delta" in exchange.fields for arrived in self.enters.values() for exchange, _ in arrived)
-        self.slots: dict[int, int] = {}  # slot -> its bytes, if it is allocated
-        self.outs: dict[int, int] = {}  # slot of queries -> bytes of their out, which is recomputed
+        self.slots: dict[int, int] = {}  # allocated slot -> bytes
+        self.outs: dict[int, int] = {}  # slot of queries -> bytes of the recomputed out
         self.results: dict[Unit, _Result] = {}
-        self.head_chunk_results: dict[str, int] = {}  # field -> bytes, of the head chunk that was left last
-        self.local_results: dict[str, int] = {}  # field -> bytes, of results of local tokens
-        self.saved = self.peak = 0  # bytes that forward saves, and the peak so far
-        self.computed = 0  # bytes that an operator computes for a product
+        self.head_chunk_results: dict[str, int] = {}  # field -> bytes, for the last completed head chunk
+        self.local_results: dict[str, int] = {}  # field -> bytes, for results of local tokens
+        self.saved = self.peak = 0  # bytes saved by forward; current peak
+        self.computed = 0  # temporary bytes of an operator during a product
         packed = (instruction.exchange for instruction in bound.program.code if isinstance(instruction, op.PackHeads))
         self.sent = {field for exchange in packed for field in exchange.fields}
 
@@ -95,11 +97,11 @@ class _Tracker:
         return self.peak
 
     def saved_with_results(self) -> int:
-        """Return the bytes that remain after forward: what is saved for backward, and the results."""
+        """Return the bytes in use after forward: tensors saved for backward, and results."""
         return self.saved + sum(self.local_results.values())
 
     def note(self, extra: int = 0) -> None:
-        """Update the peak with the current bytes. `extra` bytes are needed only for a moment."""
+        """Update the peak with the current bytes. `extra` bytes are needed only temporarily."""
         loose = sum(result.loose for result in self.results.values())
         held = sum(
             sum(bytes_of.values()) for bytes_of in (self.slots, self.outs, self.head_chunk_results, self.local_results)
@@ -120,7 +122,7 @@ class _Tracker:
         self.make(*(transfer.slot for transfer in instruction.receives))
 
     def wait(self, instruction: op.Wait) -> None:
-        """Neither allocate nor free memory."""
+        """Leave memory unchanged."""
 
     def gather_start(self, instruction: op.GatherStart | op.ExchangeStart) -> None:
         self.make(instruction.received)
@@ -144,18 +146,18 @@ class _Tracker:
         )
 
     def settle(self, result: _Result, slot: int, in_slot: bool = False, extra: int = 0) -> None:
-        """Convert a result to accum_dtype with all rows, in its slot. `in_slot`: whether it must be in the slot."""
+        """Convert a result to accum_dtype with all rows, in its slot. `in_slot` forces the result into the slot."""
         if result.settled and (result.in_slot or not in_slot):
             return
         self.make(slot, extra=extra)
         result.loose, result.all_rows, result.in_accum_dtype, result.in_slot = 0, True, True, True
 
     def merging(self, tokens: int, narrow: bool) -> int:
-        """Return the bytes needed for a moment while a result is merged into another.
+        """Return the temporary bytes needed to merge one result into another.
 
-        Sums need none. A softmax needs some per row, and a copy of a narrow result in accum_dtype, piece by piece: on
-        CPUs. On GPUs Triton's kernel needs none, and without it torch's operations need four numbers of each row for a
-        moment, of at most `AT_ONCE` elements: 8 MiB in fp32 and with a head_dim of 128.
+        Sums need no temporary memory. On CPUs, a softmax needs some bytes per row and, piece by piece, a copy of a
+        narrow result in accum_dtype. On GPUs, Triton's kernel needs no memory; without Triton, torch's operations need
+        four numbers per row, for at most `accumulate.AT_ONCE` elements at a time: 8 MiB in fp32 with a head_dim of 128.
         """
         if not self.forward:
             return 0
@@ -184,7 +186,7 @@ class _Tracker:
         self.computed = 0
 
     def rows(self, kind: str, tokens: int) -> int:
-        """Return the bytes of a result with this number of tokens in the inputs' dtype."""
+        """Return the bytes of a result with the given number of tokens, in the dtype of the inputs."""
         fields = self.shape.fields(self.program.direction, kind, self.shape.dtype)
         counted = [f for f in fields if kind != "q" or f.name == "q"]
         return self.shape.batch * tokens * token_bytes(counted)
@@ -195,7 +197,7 @@ class _Tracker:
         sides = [columns if unit[0] == "dkv" else rows for unit, _ in instruction.results]
         for (unit, slot), side in zip(instruction.results, sides, strict=True):
             result = self.results.get(unit)
-            if result and side.start < result.end:  # converted to accum_dtype before the launch allocates its results
+            if result and side.start < result.end:  # converted before the launch allocates its results
                 self.settle(result, slot)
         units = zip(instruction.results, sides, strict=True)
         sizes = [self.rows(unit[0], side.groups * side.size) for (unit, _), side in units]
@@ -205,7 +207,7 @@ class _Tracker:
                 sizes[index] = 0
 
     def workspace(self, launch: Tile) -> int:
-        """Return the bytes that the kernel allocates for itself in a launch."""
+        """Return the bytes that the kernel allocates internally during a launch."""
         formula, shape, (rows, columns) = WORKSPACES.get(self.bound.support.workspace), self.shape, launch.sides
         if formula is None:
             return 0
@@ -215,9 +217,9 @@ class _Tracker:
         )
 
     def add(self, unit: Unit, slot: int, rows: Rows, new: int) -> bool:
-        """Track `Accumulator.add`, and return whether the new tensors are kept as they are.
+        """Track `Accumulator.add`. Return whether the new tensors become the accumulator without a copy.
 
-        `new` has the bytes of all results of the launch.
+        `new` is the number of bytes of all results of the launch.
         """
         result, tokens = self.results.setdefault(unit, _Result()), self.bound.tokens(*unit)
         all_rows, narrow = rows.all_of(tokens), self.shape.dtype != self.shape.accum_dtype
@@ -232,17 +234,17 @@ class _Tracker:
             size = self.rows(unit[0], tokens)
             self.note(new + size)
             result.loose, result.all_rows, result.in_accum_dtype = size, True, not narrow
-        if not adopted and rows.groups > 1 and rows.step < rows.size:  # rows that groups share are summed
+        if not adopted and rows.groups > 1 and rows.step < rows.size:  # groups overlap, so shared rows are summed
             self.settle(result, slot, extra=new)
             self.note(new + self.merging(rows.groups * rows.step, narrow))
         result.end = max(result.end, rows.end)
         return adopted
 
     def copied(self, instruction: op.Product, launch: Tile, sizes: list[int]) -> int:
-        """Return the bytes of the copies that a launch needs.
+        """Return the bytes of copies that a launch needs.
 
-        Operands are copied into reverse order, or to make the groups of several sequences contiguous; results are
-        copied out of reverse order. The mask of a block of a band counts too. `sizes` has the bytes of each result.
+        Operands are copied to reverse their order, or to make the groups of several sequences contiguous. Results are
+        copied to restore the order. The mask of a banded block is included. `sizes` lists the bytes of each result.
         """
         turned = launch.kind == "upper"
         sides = (
@@ -253,7 +255,7 @@ class _Tracker:
         for first, last, step, kind, key in sides:
             apart = self.shape.batch > 1 and launch.groups > 1 and launch.groups * step != self.bound.tokens(kind, key)
             if turned or apart:
-                tensors = 1 if self.forward or kind == "kv" else 3  # with the output and its gradient
+                tensors = 1 if self.forward or kind == "kv" else 3  # includes the output and its gradient
                 copies += tensors * self.rows(kind, launch.groups * (last - first))
         masked = launch.kind == "band" and self.bound.support.rows
         pairs = (launch.q1 - launch.q0) * (launch.k1 - launch.k0) if masked else 0
@@ -280,9 +282,9 @@ class _Tracker:
         self.make(instruction.received)
 
     def finish(self, instruction: op.Finish) -> None:
-        """Count results in the inputs' dtype.
+        """Count results in the dtype of the inputs.
 
-        They are allocated one after the other, or all at once if a rank owns several blocks.
+        Results are allocated one after another, or all at once if a rank owns several blocks.
         """
         finished = 0
         if self.program.blocks_per_rank > 1:
@@ -304,7 +306,7 @@ class _Tracker:
     # ---- heads
 
     def local(self, head_chunk: int, name: str) -> int:
-        """Return the bytes of a field of local tokens and of the head chunk's heads."""
+        """Return the bytes of a field for the local tokens and the heads of one head chunk."""
         heads, field = self.bound.heads, self.shape.field(name)
         tokens = tokens_by_ulysses_rank(self.bound.shards, field.side, self.program.rank, heads.ulysses.size)
         of_head_chunk = heads.of_head_chunk(head_chunk, field.side)
@@ -320,7 +322,7 @@ class _Tracker:
         size = sum(self.head_chunk_results[field] for field in fields)
         if len(fields) > 1 or self.shape.batch > 1:
             self.make(instruction.into)
-        else:  # the result itself is sent, without a copy
+        else:  # the result is sent without a copy
             self.slots[instruction.into] = size
         for field in fields:
             del self.head_chunk_results[field]
@@ -329,7 +331,7 @@ class _Tracker:
         self.shape = self.bound.shapes[instruction.head_chunk]
 
     def leave(self, instruction: op.Leave) -> None:
-        """Keep the results of the head chunk, and free or save its operands."""
+        """Count the results of a head chunk, and free or save the chunk's operands."""
         tokens = {side: tokens_of(self.bound.shards, side, self.program.rank) for side in ("q", "kv")}
         self.results.clear()
         self.outs.clear()
@@ -366,7 +368,7 @@ TRACK = methods_of(_Tracker)
 
 
 def free_head_chunk_counts(q_heads: int, kv_heads: int, ulysses_size: int) -> list[int]:
-    """Return, in ascending order, the numbers of equal head chunks that send no more bytes than a single one."""
+    """Return, in ascending order, the numbers of equal head chunks that send no more bytes than a single chunk."""
     limit = max_head_chunks(q_heads, kv_heads, ulysses_size)
     return [1, *(n for n in range(2, limit + 1) if kv_heads % n == 0 and kv_heads // n % ulysses_size == 0)]
 
@@ -374,13 +376,13 @@ def free_head_chunk_counts(q_heads: int, kv_heads: int, ulysses_size: int) -> li
 def fewest_head_chunks(
     recipe: Recipe, ulysses_size: int, local: Shape, mask: Mask, shards: Shards, workspace: str = ""
 ) -> int:
-    """Return the smallest number of head chunks with which attention needs no more memory than its q, k, v and out.
+    """Return the smallest number of head chunks for which attention needs no more memory than its q, k, v and out.
 
-    All ranks use the program of the first CP rank, so that they agree.
+    All ranks use the program of the first CP rank, so that the ranks agree.
 
     Args:
-        local: the shape of this rank's local tensors.
-        workspace: as of `KernelSupport`.
+        local: The shape of this rank's local tensors.
+        workspace: Same as in `KernelSupport`.
     """
     support = PLAIN_KERNEL._replace(workspace=workspace)
     compiler, free = Compiler(recipe, 0), free_head_chunk_counts(local.q_heads, local.kv_heads, ulysses_size)

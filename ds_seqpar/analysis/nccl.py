@@ -1,16 +1,17 @@
 """Prove that the programs of all ranks complete under NCCL's rules, and that every message reaches its receiver.
 
-NCCL's rules are these. There are no tags: between two ranks of a communicator the first send meets the first receive,
-and the second send the second receive. Messages that are posted together run as one operation, which ends when all of
-its messages have ended. The operations of a communicator run in the order in which a rank started them, each after the
-last has ended.
+NCCL has no tags: between two ranks of a communicator, the n-th send is matched with the n-th receive. Messages that are
+posted together run as one operation, which ends when all of its messages have ended. A communicator runs its operations
+one after another, in the order in which the rank started them.
 
-Two ranks connect when they first send one another anything. Where they are half of a communicator apart, what they send
-and what they receive has one peer among those at that distance, and both ways are connected at once if the first batch
-has both. So it must have both on each of the two ranks, or on neither.
+Two ranks connect when they first exchange data. If two ranks are half of a communicator apart, the distance is the same
+in both directions. For two such ranks, NCCL connects both directions at once if the first batch contains both a send
+and a receive. Therefore, the first batch must contain both a send and a receive on each of the two ranks, or on
+neither.
 
-Here all communicators of a rank share one stream, so that the same holds for all of its operations together. With a
-stream for each communicator an operation begins no later, so programs that complete here complete there.
+The proof assumes that all communicators of a rank share one stream, so that operations of different communicators also
+run one after another. Programs that complete on one stream also complete with one stream per communicator, which lets
+no operation start later.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from ..base.errors import MOST_SHOWN, PlanError, ranks_in_words
 from ..core.compiler.program import instructions as op
 from ..core.compiler.program.instructions import Program, Transfer, label_of
 
-MESSAGES = "cp_rank"  # the communicators of messages between two ranks
+MESSAGES = "cp_rank"  # the communicators of point-to-point messages
 BETWEEN = "a collective of all ranks, such as ZeRO's gathers"
 
 
 class Channel(NamedTuple):
-    """Messages from one rank to another through one communicator: the n-th send meets the n-th receive."""
+    """Messages from one rank to another through one communicator. The n-th send is matched with the n-th receive."""
 
     communicator: tuple
     source: int
@@ -47,13 +48,13 @@ def check(calls: Sequence[Sequence[Program]], ulysses_size: int = 1) -> None:
     """Check that the programs of all ranks complete under NCCL's rules.
 
     Args:
-        calls: the calls of attention in order, forward and backward of each layer. Each has the programs of all ranks
-            that share a sequence, by rank = Ulysses rank + ulysses_size * CP rank. Between two calls all ranks take
-            part in a collective, such as a gather of ZeRO.
-        ulysses_size: ranks in a Ulysses group.
+        calls: The attention calls in order, forward and backward of each layer. Each call is a list with the programs
+            of all ranks that share a sequence, indexed by Ulysses rank + ulysses_size * CP rank. Between two calls, all
+            ranks join a collective, such as a gather of ZeRO.
+        ulysses_size: Number of ranks in a Ulysses group.
 
     Raises:
-        PlanError: if a rank would wait forever, or would receive a different message than it expects.
+        PlanError: A rank would wait forever, or would receive a different message than it expects.
     """
     count = len(calls[0])
     queues: list[list[Operation]] = [[] for _ in range(count)]
@@ -98,7 +99,7 @@ def _content(program: Program, transfer: Transfer) -> tuple:
 
 
 def _collective(text: str, purpose: str, rank: int, ranks: Iterable[int], content: Any) -> Operation:
-    """Return a collective as messages among all ranks that take part, through a communicator of their own."""
+    """Represent a collective as messages among all participating ranks, through a separate communicator."""
     communicator = purpose, *ranks
     others = [peer for peer in ranks if peer != rank]
     return Operation(
@@ -111,7 +112,7 @@ def _collective(text: str, purpose: str, rank: int, ranks: Iterable[int], conten
 def _partners(queues: list[list[Operation]]) -> list[list[set[tuple[int, int]]]]:
     """Return, for each operation, the operations of other ranks that must run at the same time.
 
-    Each of those is given as (rank, index in its queue).
+    Each partner is given as (rank, index in the rank's queue).
     """
     ends: dict[Channel, tuple[list, list]] = defaultdict(lambda: ([], []))
     for rank, queue in enumerate(queues):
@@ -139,12 +140,12 @@ def _partners(queues: list[list[Operation]]) -> list[list[set[tuple[int, int]]]]
 
 
 def _run(queues: list[list[Operation]], partners: list[list[set[tuple[int, int]]]]) -> None:
-    """Run all queues: an operation ends when the operations that must run while it does have begun.
+    """Run all queues; an operation ends when all of its partners have started.
 
-    Raise PlanError if some never do.
+    Raise PlanError if some operations never end.
     """
     at = [0] * len(queues)
-    waiting: dict[int, set[int]] = defaultdict(set)  # rank -> the ranks that wait for it
+    waiting: dict[int, set[int]] = defaultdict(set)  # rank -> the ranks waiting for this rank
 
     def awaited(rank: int) -> set[int]:
         """Return the ranks that a rank's current operation waits for."""
@@ -167,8 +168,8 @@ def _run(queues: list[list[Operation]], partners: list[list[set[tuple[int, int]]
 
 
 def _check_connections(queues: list[list[Operation]], ulysses_size: int) -> None:
-    """Raise PlanError where of two ranks half a communicator apart one connects both ways at once, and one does not."""
-    first: dict[tuple[int, int, bool], int] = {}  # (rank, peer, whether it sends) -> the number of the operation
+    """Raise PlanError if two ranks half a communicator apart disagree on connecting both directions at once."""
+    first: dict[tuple[int, int, bool], int] = {}  # (rank, peer, whether rank sends) -> index of the operation
     for rank, queue in enumerate(queues):
         for index, operation in enumerate(queue):
             for channel, _ in (*operation.sends, *operation.receives):

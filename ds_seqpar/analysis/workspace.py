@@ -1,4 +1,4 @@
-"""The memory that a kernel allocates in one launch and frees before it returns, by the formulas of its source."""
+"""Temporary memory that a kernel allocates during one launch, computed by formulas from its source code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 class LaunchSize(NamedTuple):
     """The size of a launch."""
 
-    batch: int  # with the groups of the launch
+    batch: int  # multiplied by the groups of the launch
     rows: int
     columns: int
     q_heads: int
@@ -19,19 +19,24 @@ class LaunchSize(NamedTuple):
     forward: bool
 
     def of_q(self, rows_of: int, width: int) -> int:
-        """Return the numbers of a row of all query heads, `width` a head, for rows that fill blocks of `rows_of`."""
+        """Return the number of elements in all q rows, rounded up to blocks of `rows_of` rows, with `width` elements
+        per head.
+        """
         return self.batch * _up(self.rows, rows_of) * self.q_heads * width
 
     @property
     def expanded(self) -> int:
-        """Bytes of k and v, or of their gradients, for all query heads; 0 if there are as many key/value heads."""
+        """Bytes of k and v, or of their gradients, repeated for all query heads; 0 without GQA."""
         repeated = self.q_heads != self.kv_heads
         return repeated * 2 * self.batch * self.columns * self.q_heads * self.head_dim * self.itemsize
 
 
 def flash_2(size: LaunchSize) -> int:
-    """csrc/flash_attn/flash_api.cpp of flash-attention, mha_bwd: dq and delta in fp32, dk and dv of all query heads.
-    With deterministic algorithms there are several dq, which is not counted."""
+    """Return the workspace of mha_bwd in flash-attention (csrc/flash_attn/flash_api.cpp).
+
+    The function allocates dq and delta in fp32, and dk and dv for all query heads. Deterministic algorithms allocate
+    several copies of dq, which are not counted.
+    """
     if size.forward:
         return 0
     width = _up(size.head_dim, 32 if size.head_dim <= 128 else 64)
@@ -39,7 +44,7 @@ def flash_2(size: LaunchSize) -> int:
 
 
 def flash_3(size: LaunchSize) -> int:
-    """hopper/flash_api.cpp, mha_bwd: dq, delta and lse in fp32, and with GQA dk and dv in fp32."""
+    """Return the workspace of mha_bwd in flash-attention 3 (hopper/flash_api.cpp)."""
     if size.forward:
         return 0
     width = next((width for width in (64, 96, 128, 192) if size.head_dim <= width), 256)
@@ -48,13 +53,16 @@ def flash_3(size: LaunchSize) -> int:
 
 
 def efficient(size: LaunchSize) -> int:
-    """attention_backward.cu and kernel_backward.h of torch: dq and delta in fp32; k and v of all query heads, and in
-    backward their gradients."""
+    """Return the workspace of torch's memory-efficient attention (attention_backward.cu, kernel_backward.h).
+
+    The backward pass allocates dq and delta in fp32. Forward and backward expand k and v to all query heads, and
+    backward also expands the gradients of k and v.
+    """
     accumulated = 0 if size.forward else 4 * size.of_q(64, _up(size.head_dim, 64) + 1)
     return accumulated + size.expanded * (1 if size.forward else 2)
 
 
-# kernel -> its workspace; of those that are not here nothing is known, or there is none
+# kernel -> its workspace; other kernels have none, or an unknown one
 WORKSPACES: dict[str, Callable[[LaunchSize], int]] = {
     "flash_attn": flash_2,
     "flash_attn_3": flash_3,
@@ -64,8 +72,7 @@ WORKSPACES: dict[str, Callable[[LaunchSize], int]] = {
 
 
 def planned_kernel(name: str, dtype: str, head_dim: int, on_gpu: bool) -> str:
-    """Return the kernel whose workspace a plan counts: the one that is named, else the one that "auto" most likely
-    takes."""
+    """Return the kernel whose workspace a plan counts: the named kernel or, for "auto", the most likely choice."""
     if name != "auto" or not on_gpu:
         return name
     return "cuda_flash" if "float16" in dtype and head_dim <= 256 else "cuda_efficient"

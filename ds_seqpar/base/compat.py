@@ -1,8 +1,9 @@
 """Every undocumented name of torch, DeepSpeed and other packages that ds_seqpar uses.
 
-A new release may drop or change any of these. Each line says what then breaks, as the beginning of a sentence. If a
-name is missing, its first use raises ConfigError with this sentence, on every rank. `tests/unit/test_compat.py` checks
-that all of them exist in the installed releases, and that private names are not used anywhere else.
+New releases of a package may drop or change undocumented names. Each entry describes, as the beginning of a sentence,
+what fails if the name is missing. The first use of a missing name raises ConfigError with the entry's sentence on every
+rank. `tests/unit/test_compat.py` checks that the installed releases contain all names, and that private names are used
+only in this module.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.autograd import profiler
 
 from .errors import ConfigError
 
-# package -> the releases that have all of its names here
+# package -> releases known to contain all of its names
 SEEN = {
     "torch": "2.12.0 and 2.13.0",
     "deepspeed": "0.19.8",
@@ -44,10 +45,10 @@ def private(name: str, breaks: str) -> Any:
 
     Args:
         name: "module:attributes".
-        breaks: What does not work without it.
+        breaks: The feature that fails if the object is missing.
 
     Returns:
-        The object. If it is missing, a function that raises ConfigError.
+        The object or, if the object is missing, a function that raises ConfigError.
     """
     try:
         return pkgutil.resolve_name(name)
@@ -56,11 +57,11 @@ def private(name: str, breaks: str) -> Any:
 
 
 def attribute(name: str, breaks: str) -> Callable[[Any], Any]:
-    """Return a function that reads an attribute of an object. It raises ConfigError if the object does not have it.
+    """Return a function that reads an attribute of an object, and raises ConfigError if the attribute is missing.
 
     Args:
         name: "module:class.attribute", or "module:attribute".
-        breaks: What does not work without it.
+        breaks: The feature that fails if the attribute is missing.
     """
     last = re.split("[.:]", name)[-1]
 
@@ -74,9 +75,9 @@ def attribute(name: str, breaks: str) -> Callable[[Any], Any]:
 
 
 def mark(name: str) -> str:
-    """Return the name of an attribute by which two packages signal each other: one sets it, the other reads it.
+    """Return the name of an attribute that one package sets and another one reads.
 
-    A missing attribute has a meaning, so a release that renames it causes no error here.
+    A missing attribute has a meaning too, so a release that renames the attribute causes no error here.
 
     Args:
         name: "module:attribute", with the module that reads or sets it.
@@ -106,9 +107,9 @@ def _raise_missing(name: str, breaks: str, *_: object, **__: object) -> NoReturn
 _BACKWARD = "the order of backward, which ranks agree on,"
 graph_task = private("torch:_C._current_graph_task_id", _BACKWARD)  # below 0 outside of backward
 autograd_node = private("torch:_C._current_autograd_node", _BACKWARD)
-next_node = private("torch:_C._autograd._get_sequence_nr", _BACKWARD)  # the number of the next node of this thread
+next_node = private("torch:_C._autograd._get_sequence_nr", _BACKWARD)  # sequence number of this thread's next node
 _number = attribute("torch:_C._FunctionBase._sequence_nr", _BACKWARD)
-after_backward = private("torch.autograd:Variable._execution_engine.queue_callback", _BACKWARD)  # of the graph task
+after_backward = private("torch.autograd:Variable._execution_engine.queue_callback", _BACKWARD)  # per graph task
 without_dispatch_modes = private("torch:_C._DisableTorchDispatch", "a comparison of ranks inside a checkpoint")
 dispatch_modes = private("torch:_C._len_torch_dispatch_stack", "attention inside a selective checkpoint")
 in_torch_func = private("torch:_C._are_functorch_transforms_active", "the refusal of torch.func's transforms")
@@ -117,12 +118,12 @@ without_torch_func = private(
 )
 _forward_level = attribute("torch.autograd.forward_ad:_current_level", "the refusal of forward-mode derivatives")
 forward_level = functools.partial(_forward_level, torch.autograd.forward_ad)  # below 0 outside of `dual_level`
-# what torch.compiler.assume_constant_result sets; that imports the compiler
+# set by torch.compiler.assume_constant_result, which would import the compiler
 CONSTANT = mark("torch._dynamo.decorators:_dynamo_marked_constant")
 
 
 def is_profiling() -> bool:
-    """Return whether a torch profiler is on. Every instruction calls this, so it is as short as possible."""
+    """Return whether a torch profiler is on. Kept minimal, since every instruction calls this function."""
     try:
         return profiler._is_profiler_enabled
     except AttributeError:
@@ -130,17 +131,17 @@ def is_profiling() -> bool:
 
 
 def number_of(node: Any) -> int:
-    """Return the number of an autograd node, in the order in which its thread made them."""
+    """Return the sequence number of an autograd node. Each thread numbers its nodes in the order of their creation."""
     return _number(node)()
 
 
 def is_autograd_thread(thread: threading.Thread) -> bool:
-    """Return whether the current thread is one of autograd's threads, which Python did not start."""
+    """Return whether the current thread was started by autograd's engine rather than by Python."""
     return isinstance(thread, threading._DummyThread) and graph_task() >= 0
 
 
 def frames_of_threads() -> dict[int, FrameType]:
-    """Return the innermost frame of each of Python's threads, by its ident."""
+    """Return the innermost frame of every Python thread, by thread ident."""
     return sys._current_frames()
 
 
@@ -172,13 +173,13 @@ cudnn_backward = private("torch:ops.aten._scaled_dot_product_cudnn_attention_bac
 
 
 def flash_attn_function(direction: str, several: bool) -> Callable[..., Any]:
-    """Return flash-attn's function for one direction, "forward" or "backward", for one block or for several."""
+    """Return flash-attn's "forward" or "backward" function, for several blocks (varlen) or a single block."""
     name = f"_flash_attn_{'varlen_' if several else ''}{direction}"
     return private(f"flash_attn.flash_attn_interface:{name}", '"kernel": "flash_attn"')
 
 
 def flash_attn_3_function(direction: str) -> Callable[..., Any]:
-    """Return FlashAttention 3's function for one direction, "forward" or "backward"."""
+    """Return FlashAttention 3's "forward" or "backward" function."""
     return private(f"flash_attn_interface:_flash_attn_{direction}", '"kernel": "flash_attn_3"')
 
 
@@ -186,7 +187,7 @@ def flash_attn_3_function(direction: str) -> Callable[..., Any]:
 
 _GROUPS = "sequence parallelism's process groups"
 default_group = private("torch.distributed.distributed_c10d:_get_default_group", _GROUPS)
-Future = private("torch:_C.Future", "the watchdog")  # the class of what Work.get_future() returns
+Future = private("torch:_C.Future", "the watchdog")  # class of the result of Work.get_future()
 default_store = private("torch.distributed.distributed_c10d:_get_default_store", _GROUPS)
 _world = private("torch.distributed.distributed_c10d:_world", _GROUPS)
 _known_groups = attribute("torch.distributed.distributed_c10d:_World.pg_map", _GROUPS)
@@ -196,41 +197,43 @@ device_types = attribute("torch.distributed:ProcessGroup._device_types", _GROUPS
 
 
 def is_known(group: dist.ProcessGroup) -> bool:
-    """Return whether a group has not been destroyed."""
+    """Return whether a process group still exists."""
     return group in _known_groups(_world)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout with which a group was made; torch's default for a backend that does not report it."""
+    """Return the timeout of a process group, or torch's default if the backend does not report a timeout."""
     backend = backend_of(group, device_types(group)[0])
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     try:
-        return backend.options._timeout  # gloo, NCCL and XCCL have it
+        return backend.options._timeout  # exists for gloo, NCCL and XCCL
     except (AttributeError, RuntimeError):
         return dist.default_pg_timeout
 
 
 def nccl_options(max_ctas: int | str) -> Any:
-    """Return options of an NCCL group whose transfers begin while products run. At the products' own priority, NCCL's
-    blocks wait until all blocks of a product have begun, i.e. nearly until its end.
+    """Return the options of an NCCL group with a high-priority stream, so that transfers overlap with matrix products.
+
+    At equal priority, NCCL's thread blocks would wait until all blocks of a product have started, which is close to the
+    product's end.
 
     Args:
-        max_ctas: Maximum number of thread blocks per operation; "auto": NCCL's own number.
+        max_ctas: Maximum number of thread blocks per operation; "auto" leaves the number to NCCL.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout_of(default_group())  # as that of the group, which torch compares
+    options._timeout = timeout_of(default_group())  # torch requires the timeouts of group and options to be equal
     if isinstance(max_ctas, int):
         options.config.max_ctas = max_ctas
     return options
 
 
 def new_group(ranks: tuple[int, ...], rank: int, backend: str, **settings: Any) -> dist.ProcessGroup:
-    """Make a group with the function that `new_group` calls, only on its own ranks.
+    """Create a process group only on its own ranks, using the internal function behind torch's `new_group`.
 
     Args:
         ranks: The global ranks in the group.
         rank: This rank's global number.
-        backend: The name of a backend.
+        backend: The name of the backend.
         **settings: group_name, timeout, device_id, group_desc and backend_options.
     """
     name = "torch.distributed.distributed_c10d:_new_process_group_helper"
@@ -239,7 +242,7 @@ def new_group(ranks: tuple[int, ...], rank: int, backend: str, **settings: Any) 
     helper = private(name, _GROUPS)
     try:
         inspect.signature(helper).bind(*arguments, **settings)
-    except TypeError:  # a function with other arguments
+    except TypeError:  # the signature has changed
         raise missing(name, _GROUPS) from None
     group, _ = helper(*arguments, **settings)
     _ranks_of_groups(_world)[group] = {rank: group_rank for group_rank, rank in enumerate(ranks)}
@@ -250,7 +253,7 @@ def new_group(ranks: tuple[int, ...], rank: int, backend: str, **settings: Any) 
 
 
 def shm_op() -> Any:
-    """Return DeepSpeed's all-reduce in shared memory, compiled at first use; None if there is none."""
+    """Return DeepSpeed's shared-memory all-reduce, compiled on first use; None if DeepSpeed has none."""
     return private("deepspeed.comm.torch:build_shm_op", "all-reduces of ranks on one machine without GPUs")()
 
 
@@ -267,13 +270,13 @@ engine_config = attribute("deepspeed.runtime.engine:DeepSpeedEngine._config", _F
 engine_timer = attribute("deepspeed.runtime.engine:DeepSpeedEngine.tput_timer", _FIGURES)
 profiled_engine = attribute("deepspeed.profiling.flops_profiler.profiler:FlopsProfiler.ds_engine", _FIGURES)
 
-# writes two scripts beside a checkpoint; without it their error would come before other ranks have written
+# writes two scripts next to a checkpoint; disabled, since its errors would occur before other ranks have written
 COPY_SCRIPTS = mark("deepspeed.runtime.engine:_copy_recovery_script")
 
 # ---- DeepSpeed: what an optimizer step has changed
 
 basic_optimizer = attribute("deepspeed.runtime.engine:DeepSpeedEngine.basic_optimizer", '"check_finite": true')
-SUMMED = mark("deepspeed.runtime.zero.stage3:averaged_gradients")  # of an optimizer of ZeRO, before its step
+SUMMED = mark("deepspeed.runtime.zero.stage3:averaged_gradients")  # attribute of a ZeRO optimizer, before its step
 PARTITION = mark("deepspeed.runtime.zero.partition_parameters:ds_tensor")  # this rank's part of a ZeRO-3 parameter
 _STEPS = "a step of ZeRO-3 in which parameters have no gradient"
 _zero3_gradients = attribute("deepspeed.runtime.zero.stage3:grad_partitions_flat_buffer", _STEPS)
@@ -281,20 +284,22 @@ _zero3_weights = attribute("deepspeed.runtime.zero.stage3:fp32_partitioned_group
 
 
 def forget_gradients(optimizer: Any) -> None:
-    """Clear the gradients that ZeRO-3 keeps after a step. Otherwise, if the next micro-batch does not use a parameter
-    (for example text without a vision tower), it reuses the last gradient or adds the next one to it.
+    """Clear the gradients that ZeRO-3 keeps after a step.
+
+    If the next micro-batch does not use a parameter (for example, text without a vision tower), ZeRO-3 would reuse the
+    old gradient or add the next gradient to the old one.
     """
     _zero3_gradients(optimizer).zero_()
     for x in _zero3_weights(optimizer):
-        if x.grad is not None:  # where the optimizer is offloaded
+        if x.grad is not None:  # if the optimizer is offloaded
             x.grad.zero_()
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return a parameter's full shape, since ZeRO-3 leaves an empty tensor."""
+    """Return a parameter's full shape, which ZeRO-3 stores separately because the tensor itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 # ---- datasets
 
-SPLIT = mark("datasets.iterable_dataset:_distributed")  # what split_dataset_by_node has set; else examples repeat
+SPLIT = mark("datasets.iterable_dataset:_distributed")  # set by split_dataset_by_node; examples repeat without it

@@ -1,4 +1,4 @@
-"""Errors that a user can cause. Each message is one sentence: what is needed, what was given, and what to do."""
+"""Errors caused by user input. Each message is one sentence: the requirement, the actual value and the remedy."""
 
 from __future__ import annotations
 
@@ -7,57 +7,58 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 
-SECTION = "sequence_parallel"  # of the DeepSpeed JSON: it holds every setting that a message names
-MOST_SHOWN = 4  # fields, groups of ranks and runs of rank numbers that a sentence names at most
+SECTION = "sequence_parallel"  # section of the DeepSpeed JSON with every setting that messages name
+MOST_SHOWN = 4  # maximum number of fields, groups of ranks or runs of ranks named in a sentence
 
 
 class SeqParError(ValueError):
-    """Base class of every error that ds_seqpar raises because of a user's input."""
+    """Base class of all errors that ds_seqpar raises because of user input."""
 
 
 class ConfigError(SeqParError):
-    """Raised when a setting does not exist, or does not fit the other settings, the machine or the model."""
+    """Raised if a setting does not exist, or conflicts with other settings, the machine or the model."""
 
 
 class InputError(SeqParError):
-    """Raised when sequence parallel attention cannot take a tensor or a batch as it is."""
+    """Raised if sequence-parallel attention cannot process a tensor or a batch."""
 
 
 class PlanError(SeqParError):
-    """Raised when a plan cannot be read, computes a wrong result or hangs; the message shows the steps around the wrong
-    one.
+    """Raised if a plan cannot be read, computes a wrong result or hangs.
+
+    The message shows the steps around the faulty step.
     """
 
 
 class KernelError(SeqParError):
-    """Raised when no attention kernel can take the blocks; the message has the reasons of every kernel."""
+    """Raised if no attention kernel can compute the blocks. The message lists the reasons of every kernel."""
 
 
 class DisagreementError(SeqParError):
-    """Raised on all ranks when values that must be equal differ between ranks, or one rank cannot continue."""
+    """Raised on all ranks if values that must be equal differ between ranks, or if one rank cannot continue."""
 
 
 class CommunicationError(SeqParError, RuntimeError):
-    """Raised when ranks could not communicate, because one ended or did not arrive.
+    """Raised if communication fails because a rank has exited or has not joined an operation.
 
-    If a plan was running, the message has the step and the plan's table.
+    If a plan was running, the message includes the current step and a table of the plan.
     """
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'zigzag'?)`, or nothing if no known word is near."""
+    """Return ` (did you mean 'zigzag'?)`, or "" if no known word is similar."""
     match = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean '{match[0]}'?)" if match else ""
 
 
 def quoted_list(names: Iterable[str], last: str = "or") -> str:
-    """Return `"a"`, `"a" or "b"`, or `"a", "b" or "c"`."""
+    """Return the names as `"a"`, `"a" or "b"`, or `"a", "b" or "c"`."""
     *most, end = (f'"{name}"' for name in names)
     return f"{', '.join(most)} {last} {end}" if most else end
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or `ranks 0-2, 5`; long lists of scattered ranks are shortened."""
+    """Return `rank 3`, or `ranks 0-2, 5`; long lists of scattered ranks are abbreviated."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -70,7 +71,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def check_choice(subject: str, value: str, known: Iterable[str]) -> None:
-    """Raise ConfigError unless `value` is one of `known`; the message suggests the nearest legal value."""
+    """Raise ConfigError unless `value` is one of `known`; the message suggests the most similar choice."""
     known = sorted(known)
     if value not in known:
         raise ConfigError(
@@ -79,15 +80,15 @@ def check_choice(subject: str, value: str, known: Iterable[str]) -> None:
 
 
 def as_seqpar_error(action: str, reason: Exception) -> SeqParError:
-    """Return an exception as a SeqParError, which ranks can send to one another.
+    """Convert an exception to a SeqParError, which ranks can exchange.
 
     Args:
         action: A clause, such as "loading data failed".
     """
-    is_of_worker = "Original Traceback" in str(reason)  # which loads data, and of which torch gives no more
+    is_of_worker = "Original Traceback" in str(reason)  # for a data-loading worker, torch reports only text
     if isinstance(reason, SeqParError) and not is_of_worker:
         return reason
-    sentence = re.split(r"[.!?]\s+(?=[A-Z])", " ".join(str(reason).split()))[0]  # the cause has the whole text
+    sentence = re.split(r"[.!?]\s+(?=[A-Z])", " ".join(str(reason).split()))[0]  # the full text remains in __cause__
     found = f", {type(reason).__name__}: {sentence}"
     if is_of_worker:
         found = f" in a worker, {str(reason).strip().splitlines()[-1]}"
@@ -97,13 +98,11 @@ def as_seqpar_error(action: str, reason: Exception) -> SeqParError:
 
 
 def whole_number(x: object) -> int | None:
-    """Return x as an int if it is a Python, NumPy or torch integer. Return None for anything else, including True and
-    False.
-    """
+    """Convert a Python, NumPy or torch integer to an int. Return None for booleans and all other values."""
     if type(x) is int:
         return x
     try:
         number = operator.index(x)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements raises the others
+    except (TypeError, ValueError, RuntimeError):  # a tensor with several elements raises ValueError or RuntimeError
         return None
     return None if "bool" in str(getattr(x, "dtype", type(x))) else number

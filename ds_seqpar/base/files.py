@@ -1,6 +1,6 @@
-"""Read and check a user's files.
+"""Read and validate user files.
 
-Files that are too large, too deeply nested or invalid JSON are refused, and so are values of a wrong type or out of
+Files that are too large, too deeply nested or invalid JSON are rejected, and so are values of the wrong type or out of
 range. The error is one sentence with the file, the key and the value.
 """
 
@@ -23,13 +23,13 @@ import pydantic
 
 from .errors import ConfigError, SeqParError, did_you_mean
 
-LARGEST_FILE = 2**22  # bytes; the largest configurations of models have some 100 KB
-DEEPEST = 32  # objects and lists inside one another
-LARGEST = 2**63 - 1  # whole number
-SHOWN = 60  # characters of a value in a sentence
-LONGEST = 200  # characters of a library's message in a sentence
+LARGEST_FILE = 2**22  # bytes; the largest model configurations take about 100 KB
+DEEPEST = 32  # maximum nesting of objects and lists
+LARGEST = 2**63 - 1  # maximum integer
+SHOWN = 60  # maximum characters of a value in a message
+LONGEST = 200  # maximum characters of a library's message in a message
 T = TypeVar("T")
-# of the dataclasses that users' files and sections are read as
+# pydantic configuration of the dataclasses for user files and sections
 STRICT = pydantic.ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, validate_by_name=True, validate_by_alias=True
 )
@@ -39,7 +39,7 @@ def write_text(path: str | os.PathLike[str], text: str, subject: str) -> None:
     """Write a text file.
 
     Args:
-        subject: What the file is for, such as "a trace".
+        subject: The purpose of the file, such as "a trace".
 
     Raises:
         ConfigError: The file cannot be written.
@@ -55,9 +55,9 @@ def read_text(path: str | os.PathLike[str], subject: str, form: str = "file", *,
     """Return the text of a file.
 
     Args:
-        subject: What the file is for, such as "the DeepSpeed configuration".
-        form: What the file must be, for the message.
-        most: Its maximum size in bytes.
+        subject: The purpose of the file, such as "the DeepSpeed configuration".
+        form: The required kind of file, for the message.
+        most: Maximum size of the file in bytes.
 
     Raises:
         ConfigError: The file cannot be read, is larger than `most`, or is not UTF-8.
@@ -65,7 +65,7 @@ def read_text(path: str | os.PathLike[str], subject: str, form: str = "file", *,
     try:
         with open(path, "rb") as file:
             data = file.read(most + 1)
-    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an invalid path
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{subject} must be a readable {form}; {path}: {reason}") from None
     if len(data) > most:
@@ -77,10 +77,10 @@ def read_text(path: str | os.PathLike[str], subject: str, form: str = "file", *,
 
 
 def read_json(path: str | os.PathLike[str], subject: str) -> dict[str, Any]:
-    """Return the object of a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
-        ConfigError: As for `read_text` and `parse_json`, or the file does not contain an object.
+        ConfigError: The errors of `read_text` and `parse_json`; also raised if the file does not contain an object.
     """
     content = parse_json(read_text(path, subject, "JSON file"), subject, str(path))
     if not isinstance(content, dict):
@@ -92,12 +92,12 @@ def parse_json(text: str, subject: str, place: str, or_text: bool = False) -> An
     """Return the value of a JSON text.
 
     Args:
-        subject: What the text is for.
-        place: Where the text is from.
-        or_text: Whether to return a text that is not JSON as it is.
+        subject: The purpose of the text.
+        place: The origin of the text.
+        or_text: Whether to return text that is not JSON unchanged.
 
     Raises:
-        ConfigError: The text is not valid JSON, an object has a key twice, a number is not finite or has more than 64
+        ConfigError: The text is not valid JSON, an object has a duplicate key, a number is not finite or exceeds 64
             bits, or more than `DEEPEST` objects and lists are nested.
     """
     too_deep = ConfigError(
@@ -122,7 +122,7 @@ def parse_json(text: str, subject: str, place: str, or_text: bool = False) -> An
     except RecursionError:
         raise too_deep from None
     level = [content]
-    for _ in range(DEEPEST + 1):  # the values inside so many objects and lists
+    for _ in range(DEEPEST + 1):  # after n iterations, the values nested n deep
         level = [inner for outer in level for inner in _inside(outer)]
     if level:
         raise too_deep
@@ -130,10 +130,10 @@ def parse_json(text: str, subject: str, place: str, or_text: bool = False) -> An
 
 
 def call_library(library: str, place: str, content: Mapping[str, Any], make: Callable[[dict[str, Any]], T]) -> T:
-    """Return make(content), for a function of a library.
+    """Return `make(content)`, where `make` calls a library.
 
     Raises:
-        ConfigError: The library refuses the content; the message has the key that causes it, its value, and the
+        ConfigError: The library rejects the content. The message includes the offending key, its value, and the
             library's message.
     """
     with quiet():
@@ -141,7 +141,7 @@ def call_library(library: str, place: str, content: Mapping[str, Any], make: Cal
             return make(copy.deepcopy(dict(content)))
         except ConfigError:
             raise
-        except Exception as error:  # of any class: libraries raise whatever a wrong type leads to
+        except Exception as error:  # any class, since a wrong type can cause any error in a library
             refused = refused_setting(content, functools.partial(_accepts, make))
             reason = f"{type(error).__name__}: {_first_sentence(error)}"
     settings = f'"{refused[0]}": {shown(refused[1])}' if refused else "several of its settings"
@@ -149,8 +149,9 @@ def call_library(library: str, place: str, content: Mapping[str, Any], make: Cal
 
 
 def refused_setting(content: Mapping[str, Any], accepts: Callable[[dict[str, Any]], bool]) -> tuple[str, Any] | None:
-    """Return (key, value) of the first setting without which refused content is accepted. A nested key has dots. Return
-    None if no single setting is the cause.
+    """Return (key, value) of the first setting that must be removed for the content to be accepted.
+
+    The path to a nested key is written with dots. Return None if no single setting is the cause.
     """
     for key, value in content.items():
         if accepts({name: other for name, other in content.items() if name != key}):
@@ -172,7 +173,7 @@ def _accepts(make: Callable[[dict[str, Any]], Any], content: dict[str, Any]) -> 
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error, without the title and the address that pydantic adds."""
+    """Return the first sentence of an error, without the title and URL that pydantic adds."""
     details = getattr(error, "errors", None)
     text = " ".join((details()[0]["msg"] if callable(details) else str(error)).split())
     return re.split(r"[.!?]\s+(?=[A-Z])", text)[0][:LONGEST]
@@ -180,7 +181,9 @@ def _first_sentence(error: Exception) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the warnings of libraries within the context: some go to stdout, which a program may read."""
+    """Suppress library warnings within the context, since some are printed to stdout and would corrupt a command's
+    output.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -192,10 +195,10 @@ def quiet() -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON, cut to a length that fits a sentence."""
+    """Return a value as JSON, truncated to fit into a sentence."""
     try:
         text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):  # of a dict that a program made
+    except (TypeError, ValueError, RecursionError):  # for a dict built in code
         text = f"a {type(value).__name__}"
     return _cut(text)
 
@@ -205,15 +208,15 @@ def _cut(text: str) -> str:
 
 
 def read_as(form: type[T], content: object, place: str) -> T:
-    """Return a pydantic dataclass with the values of a parsed JSON.
+    """Return a pydantic dataclass with the values of parsed JSON.
 
     Args:
         form: The dataclass.
         content: The parsed JSON.
-        place: What errors begin with, as "machine ours: ".
+        place: The beginning of error messages, such as "machine ours: ".
 
     Raises:
-        ConfigError: A value does not fit, or a key is missing or unknown; the message describes the first fault.
+        ConfigError: A value is invalid, or a key is missing or unknown; the message describes the first problem.
     """
     checker = pydantic.TypeAdapter(form)
     try:
@@ -231,21 +234,21 @@ def as_config_error(
     show: Callable[[object], str] = shown,
     known: Sequence[str] = (),
 ) -> SeqParError:
-    """Return the first fault that pydantic found as a sentence: the key, what is needed, and the value.
+    """Describe the first problem found by pydantic in one sentence: the key, the requirement and the value.
 
     Args:
-        error: The faults.
-        content: What has them.
-        place: What the sentence begins with, as "machine ours: ".
-        show: How a value is written.
-        known: The keys that exist, for one that is misspelt.
+        error: The validation error.
+        content: The validated content.
+        place: The beginning of the sentence, such as "machine ours: ".
+        show: Formats a value.
+        known: Valid keys, to suggest a correction for a misspelled key.
     """
     faults = error.errors(include_url=False)
-    within = {fault["loc"][:-1] for fault in faults}  # one that has faults inside is no unknown key
+    within = {fault["loc"][:-1] for fault in faults}  # a key with faults inside its value is not unknown
     unknown = [f for f in faults if f["type"] == "unexpected_keyword_argument" and f["loc"] not in within]
     fault = (unknown or faults)[0]
     for reason in (fault.get("ctx", {}).get("error") for fault in faults):
-        if isinstance(reason, SeqParError):  # of a check of our own
+        if isinstance(reason, SeqParError):  # raised by our own validators
             return reason
     key, value = _at(fault["loc"], content)
     if fault["type"] == "missing":
@@ -261,7 +264,9 @@ def as_config_error(
 
 
 def _at(path: Sequence[str | int], content: object) -> tuple[str, object]:
-    """Return (key with dots, value) at the end of a path in the content. Its last steps may name a union's branches."""
+    """Follow a path into the content and return (dotted key, value). The last steps of a pydantic path may name union
+    branches instead of keys.
+    """
     steps = []
     for step in path:
         inner = dict(enumerate(content)) if isinstance(content, list) else content
@@ -273,7 +278,7 @@ def _at(path: Sequence[str | int], content: object) -> tuple[str, object]:
 
 
 class _Refused(Exception):
-    """Raised for JSON content that files may not have."""
+    """Raised for JSON content that user files must not contain."""
 
     def __init__(self, needs: str, found: str) -> None:
         super().__init__(needs)

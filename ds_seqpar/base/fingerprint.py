@@ -1,4 +1,4 @@
-"""Values in the form that ranks compare, and a hash that is the same in every process."""
+"""Comparable forms of values, and a hash that is the same in every process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Fields = dict[str, str]
 
 
 class Fingerprint(int):
-    """A hash of 63 bits: an int64 that can be negated. As text it has 16 hexadecimal digits."""
+    """A 63-bit hash, which fits an int64 even when negated. Formatted as 16 hexadecimal digits."""
 
     @classmethod
     def of_bytes(cls, content: bytes | memoryview) -> Fingerprint:
@@ -18,7 +18,7 @@ class Fingerprint(int):
 
     @classmethod
     def of(cls, *content: object) -> Fingerprint:
-        """Return the fingerprint of the contents' repr, which must not contain an address."""
+        """Return the fingerprint of the repr of the contents, which must not contain memory addresses."""
         return cls.of_bytes(repr(content).encode())
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class Fingerprint(int):
 
 
 class Compared:
-    """A value in the form that ranks compare: its fields and their fingerprint."""
+    """A value in the form that ranks compare: fields and a fingerprint of the fields."""
 
     def __init__(self, name: str, value: object) -> None:
         self.name, self.fields = name, fields_of(value)
@@ -36,7 +36,9 @@ class Compared:
 
 
 def fields_of(value: object, name: str = "") -> Fields:
-    """Return the repr of each field that is compared by itself, by name. A tuple, such as a shape, is one field."""
+    """Return the name and repr of each field that is compared separately. A tuple, such as a shape, counts as one
+    field.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The device and the host of this process, and its local rank as a launcher sets it."""
+"""The host and device of this process, and the local rank that its launcher has set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from . import compat
 from .errors import ConfigError
 
-# what launchers set: torchrun, Open MPI, Intel MPI and MPICH, srun. The last may be that of a script in which mpirun is
+# set by torchrun, Open MPI, Intel MPI and MPICH, srun; last, since srun may have started a script that calls mpirun
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE",
@@ -25,22 +25,24 @@ LOCAL_SIZES = (
 
 
 def local_rank() -> int | None:
-    """Return this rank's number on its machine, as set by its launcher; None if it was not set."""
+    """Return this rank's index on its machine, as set by the launcher; None if not set."""
     return _first_set(LOCAL_RANKS)
 
 
 def _first_set(names: Sequence[str]) -> int | None:
-    """Return the number at the beginning of the first of these variables that is set, such as 8 from srun's "8(x2)"."""
+    """Return the leading integer of the first variable that is set, such as 8 from srun's "8(x2)"."""
     found = (re.match(r"\d+", os.environ.get(name, "")) for name in names)
     return next((int(number[0]) for number in found if number), None)
 
 
 def this_device() -> torch.device | None:
-    """Return the accelerator of this rank: the one that the process has set, or by default the one with its
+    """Return this rank's accelerator: the process's current device or, by default, the device with the index
     `local_rank`.
 
-    Returns None on a machine without accelerators. Raises ConfigError if the machine has fewer accelerators than ranks,
-    or if it is unknown which one is this rank's.
+    Return None on a machine without accelerators.
+
+    Raises:
+        ConfigError: The machine has fewer accelerators than ranks, or nothing determines which accelerator to use.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
@@ -50,15 +52,17 @@ def this_device() -> torch.device | None:
 
 
 def _index(count: int, chosen: int, local_rank: int | None) -> int:
-    """Return which of the `count` devices that the process sees is this rank's. chosen: the current, else 0."""
-    # a launcher may let a process see its own device only; DeepSpeed's lists several, even if the machine has one
+    """Return the index of this rank's device among the `count` visible devices. `chosen` is the current device, 0 if
+    unset.
+    """
+    # a launcher may expose only one device to each process; DeepSpeed's lists several, even if the machine has one
     is_only_device = count == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if chosen or is_only_device:
         return chosen
     if local_rank is None:
         is_up = dist.is_initialized()
         world = compat.default_group().size() if is_up else int(os.environ.get("WORLD_SIZE", "1"))
-        if world == 1 or (is_up and dist.get_rank() == 0):  # a script that has set device 0 looks as one that set none
+        if world == 1 or (is_up and dist.get_rank() == 0):  # device 0 may have been set, or may be the default
             return chosen
         raise ConfigError(
             f"every rank of a machine needs a device of its own; got {count} devices, and none of "
@@ -79,9 +83,9 @@ def device_name(device: torch.device) -> str:
 
 
 def set_device() -> torch.device | None:
-    """Make this rank's accelerator the current one, and return it.
+    """Make this rank's accelerator the current device, and return it.
 
-    Call it before any group is made: a communicator stays on the device that was current when it was made.
+    Call `set_device` before creating groups, since a communicator stays on the device that was current at its creation.
     """
     if (device := this_device()) is not None:
         torch.accelerator.set_device_index(device.index)
@@ -89,24 +93,24 @@ def set_device() -> torch.device | None:
 
 
 def ranks_per_node(world: int) -> int:
-    """Return the number of ranks per node, as set by the launcher; `world` if it was not set."""
+    """Return the number of ranks per node, as set by the launcher; `world` if not set."""
     return _first_set(LOCAL_SIZES) or world
 
 
 class Host(NamedTuple):
-    """The host that a rank runs on."""
+    """A rank's host."""
 
     name: str  # from `host_name`
     device: str  # the accelerator's name, "" for none
-    cores: tuple[int, ...]  # those that this rank may run on
-    memory: int  # of the whole host, in bytes
-    device_memory: int = 0  # of the accelerator, in bytes; 0 for none
+    cores: tuple[int, ...]  # cores that this rank may use
+    memory: int  # bytes of host memory
+    device_memory: int = 0  # bytes of accelerator memory; 0 for none
 
 
 def host_name() -> str:
-    """Return a name that is unique among hosts and containers with their own network."""
+    """Return a name that is unique among hosts, and among containers with a network of their own."""
     names = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # without /proc only the name
+    with contextlib.suppress(OSError):  # only the host name without /proc
         names += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
     return " ".join(names)
 
@@ -121,7 +125,7 @@ def this_host() -> Host:
 
 
 def host_memory() -> int:
-    """Return the bytes of memory that this host has."""
+    """Return the host's total memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -129,10 +133,10 @@ def ranks_per_host(hosts: Sequence[Host]) -> int:
     """Return the number of ranks on each host.
 
     Args:
-        hosts: the host of each rank, by rank.
+        hosts: Each rank's host, indexed by rank.
 
     Raises:
-        ConfigError: unless all hosts have the same number of ranks, and the ranks of a host are consecutive.
+        ConfigError: Hosts have different numbers of ranks, or the ranks of a host are not consecutive.
     """
     runs = [len(list(ranks)) for _, ranks in itertools.groupby(host.name for host in hosts)]
     if len(set(runs)) > 1 or len(runs) > len({host.name for host in hosts}):

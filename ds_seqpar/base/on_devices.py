@@ -1,4 +1,4 @@
-"""Copy tensors to a device without making the host wait, and cache tensors that depend on a layout there."""
+"""Copy tensors to a device without blocking the host, and cache layout-dependent tensors on devices."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ T = TypeVar("T")
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Return the tensor on a device. If that is an accelerator, the host does not wait for the copy."""
+    """Return the tensor on a device. A copy to an accelerator does not block the host."""
     device = torch.device(device)
     if device.type == "cpu":
-        return x.to(device)  # with non_blocking the host could read it before the device has written it
+        return x.to(device)  # with non_blocking, the host could read the tensor before the copy has finished
     if x.device.type == "cpu" and device.type != "meta" and torch.accelerator.is_available():
-        # a copy from other memory may wait for what the device has still to do
+        # a copy from unpinned memory may wait for pending work on the device
         x = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x)
     return x.to(device, non_blocking=True)
 
 
 class DeviceCache:
-    """Tensors that depend only on a batch's layout, made and copied to a device once for each layout. Do not write to
-    them.
-    """
+    """A cache of read-only tensors that depend only on a batch's layout, created once per layout and device."""
 
-    MOST, FEW, BYTES = 64, 8, 2**26  # so many are kept; beyond the few last ones, only while all have at most the bytes
+    MOST, FEW, BYTES = 64, 8, 2**26  # maximum entries; beyond the last FEW, limited by BYTES
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
@@ -39,16 +37,16 @@ class DeviceCache:
         """Return the result of `make`, a tensor or a tuple with tensors, on a device.
 
         Args:
-            key: identifies the result; equal keys return the same result.
-            device: where the result is needed.
-            make: called for a key that is not cached.
+            key: Identifies the result; equal keys return the same result.
+            device: The device of the result.
+            make: Called if the key is not cached.
         """
         device = torch.device(device)
-        # what one stream has made, another one might read too early, or give to others while it is still read
+        # one entry per stream: another stream could read a tensor too early, or free it while it is in use
         stream = torch.cuda.current_stream(device) if device.type == "cuda" and torch.cuda.is_available() else None
-        entry = self._kept.pop((key, device, stream), None)  # in one step: threads that load data may shard it too
+        entry = self._kept.pop((key, device, stream), None)  # one atomic step, for data-loading threads
         if entry is None:
-            with torch.inference_mode(False):  # else autograd could not save it
+            with torch.inference_mode(False):  # autograd cannot save inference tensors
                 made = tree_map(lambda x: _kept_on(x, device) if isinstance(x, Tensor) else x, make())
             entry = made, sum(x.nbytes for x in tree_leaves(made) if isinstance(x, Tensor))
         self._kept[key, device, stream] = entry

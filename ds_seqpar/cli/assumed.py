@@ -1,5 +1,4 @@
-"""The assumptions of an answer of `memory`, `plan` or `tune`, and how to train with it: a DeepSpeed JSON, and flags of
-the Trainer."""
+"""Assumptions behind answers of `memory`, `plan` and `tune`, with a DeepSpeed JSON and Trainer flags for training."""
 
 from __future__ import annotations
 
@@ -14,33 +13,33 @@ from ..deepspeed.config import OPTIMIZER_STATES, SECTION
 from ..planner.estimate import estimate, tower_seconds
 from .options import GIB, Inputs
 
-OPTIMIZER = "AdamW"  # whose states are counted where those of the JSON's optimizer are not known
+OPTIMIZER = "AdamW"  # assumed if the states of the JSON's optimizer are unknown
 # dtype -> the Trainer's flag
 HALVES = {"bfloat16": "--bf16", "float16": "--fp16"}
 
 
 class Answer(NamedTuple):
-    """The result of a command, with the means to train with it."""
+    """The result of a command, and the settings for training."""
 
     inputs: Inputs
     config: SequenceParallelConfig  # resolved
-    sequences: int | None = None  # of an optimizer step; None: as many as the JSON says
+    sequences: int | None = None  # per optimizer step; None: as in the JSON
 
     @property
     def micro_batch(self) -> int:
-        """Number of sequences of a micro-batch on all ranks."""
+        """Number of sequences per micro-batch over all ranks."""
         return self.inputs.world // self.config.size * (self.inputs.job.batch or 1)
 
     @property
     def steps(self) -> int:
-        """Number of micro-batches of an optimizer step."""
+        """Number of micro-batches per optimizer step."""
         if self.sequences is not None:
             return -(-self.sequences // self.micro_batch)
         return self.inputs.job.steps or max(1, (self.inputs.job.sequences or 0) // self.micro_batch)
 
     @property
     def optimizer(self) -> str:
-        """The JSON's optimizer; AdamW if it names none."""
+        """The JSON's optimizer; AdamW if the JSON names none."""
         optimizer = self.inputs.content.get("optimizer")
         named = optimizer.get("type") if isinstance(optimizer, dict) else None
         return named if isinstance(named, str) and named != "auto" else OPTIMIZER
@@ -94,7 +93,7 @@ class Answer(NamedTuple):
         return [f"assumed: {'; '.join(assumptions)}", *self.picture_lines(), *self.inputs.model.not_counted]
 
     def picture_lines(self) -> list[str]:
-        """Return a line on the pictures of a sequence and on the tower that makes features of them."""
+        """Return a line about the pictures of a sequence and the vision tower."""
         tower, pictures, seq = self.inputs.model.tower, self.inputs.job.pictures, self.inputs.seq
         if tower is None:
             return []
@@ -119,8 +118,7 @@ class Answer(NamedTuple):
         return [f"{line}; the tower takes {shares[0]} of a step's time divided, {shares[1]} undivided"]
 
     def deepspeed_json(self) -> dict[str, Any]:
-        """Return the whole DeepSpeed JSON, with the section of the configuration. An "auto" is left for the Trainer to
-        fill in."""
+        """Return the complete DeepSpeed JSON with the section. Every "auto" value is left for the Trainer."""
         content = copy.deepcopy(self.inputs.content)
         if self.sequences is not None:
             content["gradient_accumulation_steps"] = self.steps
@@ -129,12 +127,12 @@ class Answer(NamedTuple):
         return {**content, SECTION: self.section(self.config)}
 
     def section(self, config: SequenceParallelConfig) -> dict[str, Any]:
-        """Return the section of a configuration, in which packs choose Ulysses where nothing gives it."""
+        """Return the section of a configuration, without `ulysses` if each pack chooses its own Ulysses size."""
         section, by_pack = config.section(), self.inputs.lengths and self.inputs.config.ulysses == "auto"
         return {name: value for name, value in section.items() if not (by_pack and name == "ulysses")}
 
     def flags(self) -> list[str]:
-        """Return the flags that a Trainer needs in addition to the JSON; the two must agree."""
+        """Return the Trainer flags required in addition to the JSON, with matching values."""
         job, content = self.inputs.job, self.deepspeed_json()
         optimizer = content.get("optimizer")
         rate = (optimizer.get("params") or {}).get("lr") if isinstance(optimizer, dict) else None
@@ -149,7 +147,7 @@ class Answer(NamedTuple):
         return [f"{name} {value}" for name, value in flags.items() if value is not False]
 
     def json_lines(self) -> list[str]:
-        """Return the JSON for the user, a line per key, and how to train with it."""
+        """Return the JSON for the user with one line per key, followed by instructions for training with the JSON."""
         items = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in self.deepspeed_json().items()]
         given = "train with sp.packs" if self.inputs.lengths else f"give {self.inputs.seq:,} tokens a sequence"
         calls = "call model.gradient_checkpointing_enable(), " * self.inputs.job.checkpointing
@@ -161,11 +159,11 @@ class Answer(NamedTuple):
         ]  # fmt: skip
 
     def auto_lines(self) -> list[str]:
-        """Return lines with the value that each "auto" counts as."""
+        """Return lines with the values assumed for each "auto"."""
         values = ", ".join(f"{key} {shown(value)}" for key, value in self.inputs.filled.items())
         return ["", f'what the configuration leaves "auto" counts as {values}'] if values else []
 
     def for_json(self) -> dict[str, Any]:
-        """Return the keys for --json."""
+        """Return the items for --json."""
         return {"auto": self.inputs.filled, "assumed": self.assumed(), "deepspeed_json": self.deepspeed_json(),
                 "trainer_flags": self.flags()}  # fmt: skip

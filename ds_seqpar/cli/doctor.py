@@ -1,5 +1,7 @@
-"""`deepspeed --module ds_seqpar doctor`: examine ranks, links, kernels, attention and a small copy of a model, on the
-ranks of a launcher or in one process, before anything trains."""
+"""Implementation of `deepspeed --module ds_seqpar doctor`, which examines a job before training.
+
+The doctor checks ranks, links, kernels, attention and a small copy of a model, on launched ranks or in one process.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,16 @@ from ..planning import job_of
 from . import options
 from .launched import launched
 
-OF_SEVERAL_RANKS = ("size", "ulysses", "rank_order", *schedules.settings())  # settings that one process cannot have
+OF_SEVERAL_RANKS = ("size", "ulysses", "rank_order", *schedules.settings())  # require several processes
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command, and return its exit code: 1 if a check failed. Collective over the ranks. Works without a
-    launcher too.
+    """Run the command, and return its exit code: 1 if a check failed, else 0.
+
+    Collective over the ranks. Also runs without a launcher.
 
     Raises:
-        Told: On all ranks, if one of them cannot read the configuration or the model.
+        Told: A rank cannot read the configuration or the model. Raised on all ranks.
     """
     with contextlib.redirect_stdout(sys.stderr), launched("doctor", alone=True) as is_first:  # DeepSpeed's lines too
         config, job, planned, error = None, dict[str, Any](), None, None

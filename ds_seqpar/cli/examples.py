@@ -1,4 +1,4 @@
-"""Copy the examples and the DeepSpeed JSONs that they start with into a folder."""
+"""Copy the examples and their DeepSpeed JSONs into a folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _source() -> Path:
-    """Return the folder of the examples: in the clone, or where a wheel installed them."""
+    """Return the folder with the examples, in a clone or as installed by a wheel."""
     clone = Path(__file__).resolve().parents[2]
     if (clone / "examples" / "demo.py").is_file():
         return clone

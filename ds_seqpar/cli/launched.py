@@ -1,4 +1,4 @@
-"""The ranks that a launcher started for a command."""
+"""Run a command on the ranks that a launcher has started."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .options import Told
 
 @contextlib.contextmanager
 def launched(command: str, alone: bool = False) -> Iterator[bool]:
-    """Context manager in which torch.distributed is up; its value says whether this is the first rank.
+    """Context manager that initializes torch.distributed, and yields whether this is the first rank.
 
     Args:
         command: The command's name.
-        alone: Whether a single process without a launcher is enough.
+        alone: Whether the command also runs as a single process without a launcher.
 
     Raises:
         ConfigError: No launcher started the ranks.
         SeqParError: The ranks could not connect.
-        Told: Anything that a rank's part of the command raised.
+        Told: The command raised an error on this rank.
     """
     alone &= not {"RANK", "WORLD_SIZE"} & os.environ.keys()
     if not alone:
@@ -61,7 +61,7 @@ def _check_launcher(command: str) -> None:
 
 
 def file_error(option: str, file: str) -> ConfigError | None:
-    """Return why an option's file cannot be written, before long work begins; None if it can."""
+    """Return the reason why an option's file cannot be written, or None. Call before long computations."""
     if os.path.isdir(file) or not os.access(Path(file).parent, os.W_OK | os.X_OK):
         return ConfigError(f"{option} must be a file in a folder that can be written to; got {file!r}")
     return None

@@ -1,14 +1,14 @@
 """The command line.
 
-`python -m ds_seqpar show` prints what each rank does in each step, or draws it over time.
-`python -m ds_seqpar memory` predicts what a training step of a model needs on each rank.
-`python -m ds_seqpar plan` orders the configurations that fit by a plain estimate, before anything is launched.
-`python -m ds_seqpar schema` prints the JSON schema of the settings, for editors.
-`deepspeed --module ds_seqpar tune` measures a training step of each of the best ones on the available ranks.
-`deepspeed --module ds_seqpar doctor` examines ranks, links, kernels and a small copy of a model, before it trains.
-`python -m ds_seqpar trace` joins the torch.profiler traces of all ranks into one file. `python -m ds_seqpar prepare`
-compiles what DeepSpeed needs on this machine, before ranks start. `python -m ds_seqpar examples` copies the examples
-into a folder. `python -m ds_seqpar env` prints versions and devices, to paste into a bug report.
+`python -m ds_seqpar show` prints the work of each rank in each step, or draws the work over time. `python -m ds_seqpar
+memory` predicts the memory of a training step on each rank. `python -m ds_seqpar plan` sorts the configurations that
+fit into memory by estimated time, before anything is launched. `python -m ds_seqpar schema` prints the JSON schema of
+the settings, for editors. `deepspeed --module ds_seqpar tune` measures a training step of each of the best
+configurations on the available ranks. `deepspeed --module ds_seqpar doctor` examines ranks, links, kernels and a small
+copy of a model before training. `python -m ds_seqpar trace` joins the torch.profiler traces of all ranks into one file.
+`python -m ds_seqpar prepare` compiles DeepSpeed's op on this machine, before ranks start. `python -m ds_seqpar
+examples` copies the examples into a folder. `python -m ds_seqpar env` prints versions and devices, to paste into a bug
+report.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..base.files import LARGEST, shown
 from ..deepspeed.cpu_launch import op_lock
 from . import examples, memory, options, plan, schema, show, trace
 
-MODULES = (examples, memory, plan, schema, show, trace)  # of commands that need no torch
+MODULES = (examples, memory, plan, schema, show, trace)  # commands that need no torch
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return the exit code: 0, 1 if the doctor finds a fault, or 2 for settings that do not fit."""
+    """Run a command and return the exit code: 0, 1 if the doctor finds a problem, or 2 for invalid settings."""
     parser = argparse.ArgumentParser(prog="ds-seqpar", description=__doc__)
     parser.add_argument("--version", action="version", version=f"ds_seqpar {__version__}")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it to all ranks
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # passed to all ranks by DeepSpeed's launcher
     commands = parser.add_subparsers(dest="command", required=True)
     show.add_parser(commands)
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("env", help="print versions and devices, to paste into a bug report")
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # names in files may have characters that the terminal cannot encode
+        # file contents may include characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
     runs = {"prepare": _prepare, **{x.__name__.rsplit(".")[-1]: x.run for x in MODULES}}
     try:
@@ -73,9 +73,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except options.Told:
         return 2
-    except OSError as error:  # of stdout, which the interpreter flushes once more at exit
+    except OSError as error:  # raised for stdout, which the interpreter flushes again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # as of `| head`
+        if not isinstance(error, BrokenPipeError):  # for example, with `| head`
             print(
                 f"ds-seqpar: stdout must be a place with room; got {error.strerror}, print elsewhere", file=sys.stderr
             )
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    # arithmetic with a number of more than 64 bits may take forever
+    # arithmetic with integers above 64 bits may take forever
     for name, value in vars(args).items():
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > LARGEST:
@@ -94,7 +94,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _run_later(args: argparse.Namespace) -> int | None:
-    """Run a command whose module imports torch, which the others do not need."""
+    """Import and run a command that needs torch."""
     return importlib.import_module(f".{args.command}", __package__).run(args)
 
 

@@ -1,4 +1,4 @@
-"""`python -m ds_seqpar memory`: the memory of a training step on each rank, before anything is launched."""
+"""Implementation of `python -m ds_seqpar memory`, which predicts a training step's memory on each rank."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from .assumed import Answer
 from .options import GIB, Inputs, add_lengths, add_options, add_pictures, add_ranks, count, tokens
 
 KIB = 2**10
-NODE = 8  # ranks of a node where nobody names it
+NODE = 8  # default number of ranks per node
 FAR = 4  # multiple of the peak beyond which a rank's memory is not drawn
-# colors of `FOOTPRINT_ITEMS`, in their order
+# colors of FOOTPRINT_ITEMS, in the same order
 SHADES = ("#2f4b6e", "#14273f", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e",
           "#f0cf8e", "#8e5a97", "#6b4a2b", "#b8a0c8", "#5f9ea0")  # fmt: skip
 LIMIT = "#b00020"  # color of the rank's memory
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def with_trainer(inputs: Inputs, args: argparse.Namespace) -> Inputs:
-    """Return the inputs with the values of --trainer, --reference, --lora and --completions."""
+    """Return the inputs, modified by --trainer, --reference, --lora and --completions."""
     model, job = inputs.model, inputs.job
     if args.lora is not None:
         trained = count("--lora", args.lora) * model.lora
@@ -155,17 +155,19 @@ def machine_budget(inputs: Inputs) -> MemoryBudget | None:
 
 
 def advice(inputs: Inputs, config: SequenceParallelConfig) -> str:
-    """Return what to do about a step that does not fit the machine."""
+    """Return advice for a step that does not fit on the machine."""
     try:
         request = inputs.request()
-    except ConfigError as reason:  # of what no plan is made for, as a dtype without rates
+    except ConfigError as reason:  # planning is not possible, for example for a dtype without rates
         return f"take more ranks, a higher ZeRO stage or a shorter sequence (nothing can be planned: {reason})"
     return what_would_fit(config, request)
 
 
 def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None]:
-    """Return (the configuration without any "auto", the plan that chose it). If ranks would plan, plan for the named
-    machine."""
+    """Return (the resolved configuration, the plan that determined the configuration or None).
+
+    If the ranks would choose settings by planning, plan for the named machine.
+    """
     config, machine, heads = inputs.config, inputs.machine, (inputs.model.heads, inputs.model.kv_heads)
     if machine is not None and config.asks_for_plan:
         if inputs.memory is not None:
@@ -186,7 +188,7 @@ def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None
 
 
 def unplanned_lines(inputs: Inputs, config: SequenceParallelConfig) -> list[str]:
-    """Return lines about settings that ranks would choose differently from this command."""
+    """Return lines about settings that the ranks would choose differently from the `memory` command."""
     text = (
         f'{SECTION}: ranks would plan what is "auto"; here it is all ranks, the most Ulysses and the default schedule'
     )
@@ -214,13 +216,13 @@ def table(memory: Footprint, slope: float, step: TrainingStep) -> list[str]:
 
 
 def part_lines(moment: Moment, description_of: Mapping[str, str]) -> list[str]:
-    """Return a line for each item of a moment, the largest first."""
+    """Return a line for each part of a moment's memory, largest first."""
     items = sorted(moment.bytes_by_item.items(), key=lambda item: -item[1])
     return [f"{name:<16}{size / GIB:>12.3f}{size / moment.total:>8.1%}  {description_of[name]}" for name, size in items]
 
 
 def fit_lines(memory: Footprint, budget: MemoryBudget, longest_fit: Longest) -> list[str]:
-    """Return lines for the user: what a rank and its node need and have, and the longest sequence that fits."""
+    """Return lines about required and available memory of a rank and its node, and the longest sequence that fits."""
     lines = [f"a rank needs {rank_bytes(memory, budget) / GIB:.1f} GiB of {budget.limit / GIB:.1f}"]
     if budget.apart:
         node = memory.host.total * budget.ranks_per_node / GIB
@@ -231,7 +233,7 @@ def fit_lines(memory: Footprint, budget: MemoryBudget, longest_fit: Longest) -> 
 
 
 def as_json(memory: Footprint, slope: float) -> dict[str, Any]:
-    """Return the footprint for --json, in bytes."""
+    """Return the footprint in bytes, for --json."""
 
     def numbers(moment: Any) -> dict[str, Any]:
         return {"moment": moment.name, "total": moment.total, "parts": dict(moment.bytes_by_item)}
@@ -245,7 +247,7 @@ def draw(memory: Footprint, file: str | Path, budget: MemoryBudget | None, input
     """Draw the moments of a step as stacked bars, with the memory of the device.
 
     Raises:
-        ConfigError: Without matplotlib, and for a file that cannot be written.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     moments = (memory.resting, *memory.moments)
     figure = new_figure(11, 1.4 + 0.38 * len(moments))
@@ -260,7 +262,7 @@ def draw(memory: Footprint, file: str | Path, budget: MemoryBudget | None, input
     if budget is not None and inputs.machine is not None:
         limit = budget.limit / GIB
         title += f"; {inputs.machine.name} has {limit:.1f} GiB for tensors"
-        if limit < FAR * widest:  # else the bars would be too short to see
+        if limit < FAR * widest:  # otherwise, the bars would be too short to see
             axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=2.5, label="what the rank has")
             widest = max(widest, limit)
     axes.set_xlim(0, 1.03 * widest)

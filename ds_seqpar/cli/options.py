@@ -15,7 +15,7 @@ from ..planner import limits
 from ..planner.machine import Machine
 from ..planner.request import Job, Model, Pictures, Request
 
-# the DeepSpeed JSON without --config; predictions do not depend on the learning rate, which the printed JSON needs
+# the DeepSpeed JSON if --config is not given; the learning rate affects only the printed JSON
 DEFAULTS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
@@ -25,18 +25,18 @@ DEFAULTS: dict[str, Any] = {
     "zero_optimization": {"stage": 3},
 }
 GIB = 2**30
-MOST_GIB = 2**40  # largest value of --memory
-DIGITS = 18  # most digits of a number on the command line: products of three such numbers are finite
+MOST_GIB = 2**40  # maximum value of --memory
+DIGITS = 18  # maximum digits of a number on the command line, so that products of three numbers are finite
 UNITS = {"K": 2**10, "M": 2**20}
 UNITS_HELP = "or with K (1,024) or M (1,048,576) after it"
 
 
 class Told(Exception):
-    """The command has failed, and a rank has said why."""
+    """Raised if the command has failed and a rank has already printed the reason."""
 
 
 def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> None:
-    """Add the options that commands share. `machine` is the help of --machine; `units` are the units of --json."""
+    """Add the options that commands share. `machine` is the help text of --machine; `units` are the units of --json."""
     parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
     parser.add_argument("--seq-len", metavar="N", help=f"tokens of the whole sequence, {UNITS_HELP}")
     add_settings(parser)
@@ -68,7 +68,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `content_of` reads."""
+    """Add the options of `content_of`."""
     parser.add_argument(
         "--config", "--deepspeed_config", metavar="FILE", help="DeepSpeed JSON; without one bf16, ZeRO-3 and AdamW"
     )
@@ -80,32 +80,32 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The inputs of a command, from its options."""
+    """The inputs of a command, parsed from its options."""
 
-    content: dict[str, Any]  # the DeepSpeed JSON, as it can be pasted
-    counted: dict[str, Any]  # the JSON, with the values that its "auto"s count as
-    filled: dict[str, Any]  # key of the JSON -> that value
+    content: dict[str, Any]  # the DeepSpeed JSON, ready to paste
+    counted: dict[str, Any]  # the JSON, with assumed values in place of "auto"
+    filled: dict[str, Any]  # key of the JSON -> assumed value
     config: SequenceParallelConfig  # from the section of the JSON
     model: Model
     seq: int  # tokens of a sequence
-    job: Job  # the model, the length, and what memory and time depend on in the JSON
-    machine: Machine | None  # None: none is named
+    job: Job  # the model, the length, and the parts of the JSON that affect memory or time
+    machine: Machine | None  # None: no machine is named
     memory: int | None  # bytes of a rank; None: the machine's
     world: int  # ranks of the job
-    per_node: int | None  # ranks of a node; None: not known
-    lengths: tuple[int, ...] = ()  # of the samples of an optimizer step, which become packs
+    per_node: int | None  # ranks per node; None: unknown
+    lengths: tuple[int, ...] = ()  # lengths of an optimizer step's samples, which form packs
 
     @classmethod
     def of(cls, args: argparse.Namespace, seq: int | None = None, machine: Machine | None = None) -> Inputs:
-        """Return the inputs from the options.
+        """Parse the options.
 
         Args:
             args: The parsed options.
-            seq: Length in tokens if the options do not give one.
+            seq: Length in tokens if the options give none.
             machine: Machine if neither the options nor the section name one.
 
         Raises:
-            ConfigError: For options or settings that do not fit.
+            ConfigError: The options or settings are invalid.
         """
         content = content_of(args)
         config = SequenceParallelConfig.from_dict(DeepSpeedJson.read(content).section)
@@ -141,18 +141,18 @@ class Inputs:
         )  # fmt: skip
 
     def require_machine(self, args: argparse.Namespace) -> None:
-        """Raise ConfigError for a rank's memory on a machine that nobody named."""
+        """Raise ConfigError if --memory is given without a machine."""
         if self.memory is not None and args.machine is None and self.config.machine == "auto":
             raise ConfigError("--memory is of a machine's rank; got no machine, say --machine too")
 
     @property
     def per_rank(self) -> int:
-        """The maximum number of a rank's tokens in a pack."""
+        """Maximum number of tokens per rank in a pack."""
         assert self.config.tokens_per_rank != "auto"
         return self.config.tokens_per_rank
 
     def request(self, job: Job | None = None) -> Request:
-        """Return the planner's request for the settings that the section leaves open, on the known machine."""
+        """Return the planner's request for the settings that the section leaves open, on the named machine."""
         assert self.machine is not None
         job = job or self.job
         given = {name: value for name, value in self.content.get(SECTION, {}).items() if name not in PLAN_REQUESTS}
@@ -175,7 +175,7 @@ def _pack(args: argparse.Namespace, config: SequenceParallelConfig, world: int) 
 
 
 def _pictures(args: argparse.Namespace, model: Model, seq: int) -> Pictures | None:
-    """Return the pictures of a sequence of `seq` tokens, None without --pictures."""
+    """Return the pictures of a sequence of `seq` tokens; None without --pictures."""
     names = ("--pictures", "--picture-tokens", "--picture-patches")
     values = [getattr(args, name.strip("-").replace("-", "_"), None) for name in names]
     number, of_each, patches = (text and tokens(name, text) for name, text in zip(names, values, strict=True))
@@ -196,7 +196,7 @@ def _pictures(args: argparse.Namespace, model: Model, seq: int) -> Pictures | No
 
 
 def _world(args: argparse.Namespace, per_node: int | None) -> int:
-    """Return the ranks of the job. `per_node` is the ranks of a node, if they are known."""
+    """Return the number of ranks of the job. `per_node` is the number of ranks per node, if known."""
     if args.ranks is not None and args.nodes is not None:
         raise ConfigError(
             f"--ranks or --nodes says the ranks of a job; got both, {args.ranks:.60} and {args.nodes:.60}"
@@ -212,10 +212,10 @@ def _world(args: argparse.Namespace, per_node: int | None) -> int:
 
 
 def count(name: str, text: str, units: bool = False) -> int:
-    """Return the number in an option; with `units` it may end in K or M.
+    """Parse the positive integer in an option; with `units`, the suffixes K and M are allowed.
 
     Raises:
-        ConfigError: If it is not a positive whole number.
+        ConfigError: The text is not a positive integer.
     """
     unit = UNITS.get(text[-1:].upper(), 1) if units else 1
     digits = text[:-1] if unit > 1 else text
@@ -226,14 +226,14 @@ def count(name: str, text: str, units: bool = False) -> int:
 
 
 def tokens(name: str, text: str) -> int:
-    """Return the number of tokens in an option, such as 131072 or 128K. Raise ConfigError as `count` does."""
+    """Parse a number of tokens, such as 131072 or 128K. Raises the same error as `count`."""
     number = count(name, text, units=True)
     limits.check(name, number, limits.MAX_TOKENS)
     return number
 
 
 def lengths_in(name: str, file: str) -> tuple[int, ...]:
-    """Return the lengths in the file of an option: whole numbers, separated by blanks or line ends.
+    """Return the lengths in an option's file: integers separated by spaces or newlines.
 
     Raises:
         ConfigError: The file contains anything else.
@@ -249,7 +249,7 @@ def lengths_in(name: str, file: str) -> tuple[int, ...]:
 
 
 def gibibytes(name: str, text: str) -> int:
-    """Return the bytes in an option that gives GiB. Raise ConfigError unless it is a number above 0."""
+    """Convert an option in GiB to bytes. Raise ConfigError unless the value is a positive number."""
     try:
         number = float(text)
     except ValueError:
@@ -260,7 +260,7 @@ def gibibytes(name: str, text: str) -> int:
 
 
 def content_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the DeepSpeed JSON with the values of --set. Raise ConfigError if DeepSpeed refuses it."""
+    """Return the DeepSpeed JSON with the values of --set. Raise ConfigError if DeepSpeed rejects the JSON."""
     content = copy.deepcopy(DEFAULTS) if args.config is None else dict(DeepSpeedJson.read(args.config).content)
     for text in args.set:
         name, equals, value = text.partition("=")
@@ -277,10 +277,10 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
         inside[key] = parse_json(value, "a value", f"--set {name}", or_text=True)
     given = DeepSpeedJson.read(content, args.config)
     if args.config is not None or any("." in text.partition("=")[0] for text in args.set):
-        given.check()  # imports DeepSpeed, which takes seconds
+        given.check()  # takes seconds to import DeepSpeed
     zero = given.known.zero_optimization
     if zero.optimizer_away and content.get("optimizer") == DEFAULTS["optimizer"]:
-        del content["optimizer"]["params"]["torch_adam"]  # DeepSpeed's own AdamW is many times as fast on a host
+        del content["optimizer"]["params"]["torch_adam"]  # on a host, DeepSpeed's own AdamW is many times faster
     if zero.offload_optimizer.super_offload:
         raise ConfigError(
             "memory and plan know offload_optimizer without super_offload; got super_offload true, leave it out"
@@ -289,8 +289,10 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
-    """Replace each "auto" of a configuration that memory depends on, and return key -> the new value. Bucket sizes are
-    those that the Trainer computes from the model; values that it takes from its arguments are set to usual ones.
+    """Replace each "auto" that affects memory by an assumed value, and return the assumed values by key.
+
+    Bucket sizes are computed from the model, as the Trainer does. Other values, which the Trainer would read from its
+    arguments, are set to common defaults.
     """
     assumed = {
         "train_micro_batch_size_per_gpu": 1,

@@ -1,4 +1,4 @@
-"""Samples of many lengths: the packs of an optimizer step in `show`, `plan` and `memory` (docs/lengths.md)."""
+"""Show and predict the packs of an optimizer step with samples of many lengths (docs/lengths.md)."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .assumed import Answer
 from .options import GIB, Inputs, lengths_in
 
 HEAD = ["s a step", "tokens/s", "GiB a rank", "configuration"]
-WIDTH = 64  # characters of the most tokens that a rank holds
+WIDTH = 64  # characters for the maximum tokens of a rank
 SHARED, WHOLE = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "-="
 
 
 class Packing(NamedTuple):
     """Predictions for the packs of a step."""
 
-    config: SequenceParallelConfig  # resolved, with the Ulysses size of these packs that needs most memory
+    config: SequenceParallelConfig  # resolved, with the Ulysses size of the packs that need most memory
     packed: Packed
-    memory: Footprint  # of a pack of as many tokens as there may be
+    memory: Footprint  # memory of a pack of maximum size
 
     @classmethod
     def of(cls, inputs: Inputs, size: int, machine: Machine) -> Packing:
-        """Return the prediction for groups of this number of ranks."""
+        """Return the prediction for groups of `size` ranks."""
         limits.check("ranks that share packs", size, limits.MAX_COMPARED_RANKS, "say --set size=8, or what is meant")
         config = dataclasses.replace(inputs.config, size=size)
         config = config.resolve(inputs.world, (inputs.model.heads, inputs.model.kv_heads), machine.per_node)
@@ -50,18 +50,17 @@ class Packing(NamedTuple):
 
 
 def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, list[str]]:
-    """Return (the configuration of the pack that needs the most memory, lines on the step's packs)."""
+    """Return (the configuration of the pack that needs most memory, lines about the step's packs)."""
     size = inputs.seq // inputs.per_rank
     packing = Packing.of(inputs, size, inputs.machine or Machine.load(DEFAULT))
     return packing.config, [f"a pack has at most {size} x {inputs.per_rank:,} tokens", *summary(packing.packed)]
 
 
 def run_plan(inputs: Inputs, window: int | None, as_json: bool) -> None:
-    """Print the time of a step of samples in packs, for each number of ranks that may share them, next to groups that
-    take one sample after the other.
+    """Print the time of a step with packs for each group size, next to the time with one sample per group at a time.
 
     Raises:
-        ConfigError: No pack fits the memory, or a sample does not fit a pack.
+        ConfigError: No pack fits into memory, or a sample does not fit into a pack.
     """
     inputs = dataclasses.replace(inputs, job=dataclasses.replace(inputs.job, window=window))
     machine, least = inputs.machine, -(-max(inputs.lengths) // inputs.per_rank)
@@ -106,7 +105,7 @@ def run_plan(inputs: Inputs, window: int | None, as_json: bool) -> None:
 
 
 def summary(packed: Packed) -> list[str]:
-    """Return lines on the packs of a step."""
+    """Return lines about the packs of a step."""
     documents = sum(len(pack.documents) for packs in packed.packs for pack in packs)
     sizes = [f"{number} with Ulysses {ulysses}" for ulysses, number in packed.ulysses.items()]
     return [
@@ -117,7 +116,7 @@ def summary(packed: Packed) -> list[str]:
 
 
 def show(args: argparse.Namespace, config: SequenceParallelConfig) -> None:
-    """Draw the packs of a step on their ranks. `config`: from the settings of the command."""
+    """Draw the packs of a step with their assignment to ranks. `config` contains the settings of the command."""
     from ..models import numbers_of  # imports torch, which takes seconds
 
     lengths, machine = lengths_in("--lengths", args.lengths), Machine.load(args.machine or DEFAULT)
@@ -157,7 +156,9 @@ def _lines(packed: Packed) -> Iterator[str]:
 
 
 def _drawn(pack: Pack, rank: int, widest: int) -> str:
-    """Return a rank's tokens as letters: one letter per shared document; whole documents alternate."""
+    """Draw a rank's tokens as characters: a letter for each shared document, alternating characters for whole
+    documents.
+    """
     text, held = "", 0
     for number, part in enumerate(pack.parts[rank]):
         held += part.tokens

@@ -1,4 +1,7 @@
-"""`python -m ds_seqpar plan`: the configurations that fit, ordered by a plain estimate, and why others are rejected."""
+"""Implementation of `python -m ds_seqpar plan`, which sorts the configurations that fit by estimated time.
+
+The output also lists why other configurations are rejected.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from .options import (
 
 SUMMARY = "order the configurations that fit a machine by a plain estimate of their time; nothing is run"
 HEAD = ["s a sequence", "tokens/s", "GiB a rank", "MiB in node", "MiB between", "messages", "configuration"]
-REASONS = 16  # most lines of "why not others" in the table
+REASONS = 16  # maximum lines of "why not others" in the table
 MIB = 2**20
 
 
@@ -42,7 +45,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_request(parser: argparse.ArgumentParser, machine: str) -> None:
-    """Add the options that `request_of` reads, except the ranks. `machine` is the help of --machine."""
+    """Add the options of `request_of`, except those for ranks. `machine` is the help text of --machine."""
     parser.add_argument("--documents", metavar="FILE", help="lengths of the documents that a sequence is a pack of")
     parser.add_argument("--sequences", metavar="N", help="sequences of a step; default: as many as there are ranks for")
     parser.add_argument("--window", metavar="N", help=f"tokens of the attention's window, {UNITS_HELP}")
@@ -70,8 +73,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def request_of(args: argparse.Namespace, machine: Machine) -> tuple[Inputs, Request]:
-    """Return (the inputs of the command, the planner's request). `machine` is used if none is named. Raise
-    ConfigError for options or settings that do not fit."""
+    """Return (the inputs of the command, the planner's request).
+
+    Args:
+        machine: The machine to assume if none is named.
+
+    Raises:
+        ConfigError: The options or settings are invalid.
+    """
     documents = lengths_in("--documents", args.documents) if args.documents is not None else ()
     inputs = Inputs.of(args, sum(documents) or None, machine)
     window = None if args.window is None else tokens("--window", args.window)
@@ -108,15 +117,16 @@ def title(request: Request) -> str:
 
 
 def rates(machine: Machine, dtype: str) -> str:
-    """Return the rates used by the estimate, as a line."""
+    """Return a line with the rates that the estimate uses."""
     attention, matrices = (rates.get(dtype, 0) / 1e12 for rates in (machine.attention, machine.matrices))
     links = f"{machine.inside.rate / 1e9:.3g} GB/s in a node and {machine.between.rate / 1e9:.3g} between nodes"
     return f"rates of a rank: attention {attention:.3g} TFLOP/s, matrix products {matrices:.3g}, links {links}"
 
 
 def _rows(request: Request, ranked: Sequence[Planned]) -> Iterator[list[str]]:
-    """Yield a row for each distinct answer: the first of schedules that count as equally fast on the same number of
-    ranks.
+    """Yield a table row for each distinct answer.
+
+    Schedules that are estimated as equally fast on the same number of ranks share the row of the first such schedule.
     """
     answers: dict[tuple, list[Planned]] = {}
     for planned in ranked:
@@ -133,7 +143,7 @@ def _rows(request: Request, ranked: Sequence[Planned]) -> Iterator[list[str]]:
 
 
 def traffic(planned: Planned) -> list[str]:
-    """Return the table cells for what a rank receives in a layer's attention, forward and backward."""
+    """Return the table cells for the data that a rank receives per layer in attention, forward and backward."""
     forward, backward = planned.estimate.forward, planned.estimate.backward
     sizes = forward.inside + backward.inside, forward.between + backward.between
     return [*(f"{size / MIB:,.1f}" for size in sizes), str(forward.messages + backward.messages)]

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a DeepSpeed JSON. It does not cover DeepSpeed's own keys."""
+    """Return the JSON schema of a DeepSpeed JSON, without DeepSpeed's own keys."""
     section = {"type": "object", "properties": properties(), "additionalProperties": False}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -47,7 +47,7 @@ def properties() -> dict[str, dict[str, Any]]:
 
 
 def field_docs(form: type) -> dict[str, str]:
-    """Return field -> the docstring under it, in one line."""
+    """Return the one-line docstring below each field of a dataclass, by field name."""
     (cls,) = ast.parse(inspect.getsource(form)).body
     assert isinstance(cls, ast.ClassDef)
     return {

@@ -1,4 +1,4 @@
-"""`ds-seqpar show`: what each rank does in each step of a schedule, as a table, a picture or a timeline."""
+"""Implementation of `ds-seqpar show`, which shows the steps of a schedule as a table, a picture or a timeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: ra
 
 
 def add_parser(commands: Any) -> None:
-    """Add `show` to a parser's commands."""
+    """Add the parser of `show`."""
     show = commands.add_parser(
         "show",
         help="print a plan as a table of ranks and steps; nothing is run",
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _settings_options() -> dict[str, dict[str, Any]]:
-    """Return setting -> the keyword arguments of its option."""
+    """Return the keyword arguments of each setting's option, by setting name."""
     options: dict[str, dict[str, Any]] = {
         "ulysses": {"type": int, "help": "ranks that exchange heads; the schedule runs on the others; default: 1"},
         "head_chunks": {"type": int, "help": "chunks of the heads, attended to one after the other"},
@@ -97,7 +97,7 @@ def _flag(name: str) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command. Raise ConfigError for settings that do not fit."""
+    """Run the command. Raise ConfigError for invalid settings."""
     given = {name: value for name in setting_names() if (value := getattr(args, name, None)) is not None}
     if len(given.get("rank_order", ())) == 1:
         given["rank_order"] = given["rank_order"][0]
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
     ulysses_size, head_chunks = config.ulysses, config.head_chunks
     first_chunk = Heads.of(args.heads[0], args.heads[1], UlyssesGroup(ulysses_size, 0), head_chunks).head_chunks[0]
     local = shape_of(config.comm_dtype, "bfloat16", 1, (*args.heads, HEAD_DIM))
-    heads = *largest_share(*first_chunk.counts, ulysses_size), HEAD_DIM  # of the Ulysses rank with the most work
+    heads = *largest_share(*first_chunk.counts, ulysses_size), HEAD_DIM  # for the Ulysses rank with the most work
     shape = shape_of(config.comm_dtype, "bfloat16", 1, heads)
     seq = 4 * multiple(config.layout, config.size, config.ulysses) if args.seq is None else args.seq
     check_length(config, seq)
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_limits(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a plan for which `show` would need more than about ten seconds."""
+    """Raise ConfigError for a plan that `show` could not process within about ten seconds."""
     limits.check("--heads", max(args.heads), limits.MAX_HEADS)
     limits.check("--seq", args.seq or 0, limits.MAX_TOKENS)
     limits.check("--size", args.size, limits.MAX_RANKS)

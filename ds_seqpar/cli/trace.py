@@ -1,4 +1,4 @@
-"""`python -m ds_seqpar trace`: joins torch.profiler's traces, one per rank, into one file for ui.perfetto.dev."""
+"""Implementation of `python -m ds_seqpar trace`, which joins the ranks' torch.profiler traces for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from ..base.errors import ConfigError, ranks_in_words
 from ..base.files import write_text
 
-Trace = Mapping[str, Any]  # in Chrome's trace event format, as torch.profiler writes it
-# each rank's processes get other names and numbers
+Trace = Mapping[str, Any]  # in Chrome's trace event format, as written by torch.profiler
+# events that are replaced, since each rank's processes receive new names and numbers
 PROCESS = ("process_name", "process_labels", "process_sort_index")
 
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def joined(by_rank: Mapping[int, Trace]) -> dict[str, Any]:
-    """Return the traces as one, in which "rank 3" is the process of rank 3, and "rank 3 GPU 0" is its GPU."""
+    """Return a single trace with a process "rank 3" for rank 3, and a process "rank 3 GPU 0" for its GPU."""
     events: list[dict[str, Any]] = []
     pids: dict[tuple[int, int], int] = {}
     arrows: dict[tuple[int, Any], int] = {}
@@ -46,7 +46,7 @@ def joined(by_rank: Mapping[int, Trace]) -> dict[str, Any]:
     for rank, trace in sorted(by_rank.items()):
         later = (trace.get("baseTimeNanoseconds", 0) - start) / 1e3  # us
         labels = {e["pid"]: e["args"]["labels"] for e in trace["traceEvents"] if e["name"] == "process_labels"}
-        # the profiler names all GPUs of a host, and lists itself under pids that are texts
+        # the profiler lists all GPUs of a host, and lists itself under pids that are strings
         shown = {e["pid"] for e in trace["traceEvents"] if e["ph"] == "X" and isinstance(e["pid"], int)}
         for pid in sorted(shown, key=lambda pid: labels.get(pid) != "CPU"):
             number = pids[rank, pid] = len(pids)
@@ -58,19 +58,19 @@ def joined(by_rank: Mapping[int, Trace]) -> dict[str, Any]:
         for event in trace["traceEvents"]:
             if event["pid"] in shown and event["name"] not in PROCESS:
                 moved = {**event, "pid": pids[rank, event["pid"]], "ts": event.get("ts", 0) + later}
-                if "id" in event:  # both ends of an arrow have the same
+                if "id" in event:  # both ends of an arrow have the same id
                     moved["id"] = arrows.setdefault((rank, event["id"]), len(arrows))
                 events.append(moved)
     return {"traceEvents": events, "displayTimeUnit": "ms", "baseTimeNanoseconds": start}
 
 
 def _read(path: str) -> Trace:
-    """Return the trace of a file. Raise ConfigError if it is not a trace, or not one of a rank."""
+    """Return the trace in a file. Raise ConfigError unless the file contains the trace of a rank."""
     needs = "joining needs traces that torch.profiler wrote on ranks, after init_process_group; got"
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
             trace = json.load(file)
-    except (OSError, EOFError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, or no JSON
+    except (OSError, EOFError, ValueError, RecursionError) as error:  # ValueError: not UTF-8 or not JSON
         raise ConfigError(f"{needs} {path}: {error}") from None
     if not isinstance(trace, dict) or "traceEvents" not in trace or "rank" not in trace.get("distributedInfo", ()):
         raise ConfigError(f"{needs} {path}, which names no rank")

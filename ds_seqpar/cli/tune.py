@@ -1,5 +1,7 @@
-"""`deepspeed --module ds_seqpar tune`: measure a training step of the best plans on the available ranks, with the real
-engine and the real model with random weights. Then measure the fastest plan with each other attention kernel.
+"""Implementation of `deepspeed --module ds_seqpar tune`, which measures a training step of the best plans.
+
+The measurement runs the real engine and a randomly initialized model on the available ranks. Finally, the fastest plan
+is measured with every other attention kernel.
 """
 
 from __future__ import annotations
@@ -39,24 +41,24 @@ from .plan import in_words, numbers_of, request_of, title, traffic
 
 HEAD = ["s a step", "s a sequence", "estimated", "GiB a rank", "predicted", "MiB in node", "MiB between", "messages",
         "kernel", "configuration"]  # fmt: skip
-SLOW = ("reference", "chunked")  # kernels that are not measured
+SLOW = ("reference", "chunked")  # kernels to skip
 
 
 class Measured(NamedTuple):
-    """A plan, and the time of its steps on the slowest rank."""
+    """A plan, and the measured time per step on the slowest rank."""
 
     planned: Planned
-    seconds: float  # of a step of one micro-batch
-    memory: int | None  # bytes at the peak, of a GPU's tensors; None on CPUs
+    seconds: float  # per step of one micro-batch
+    memory: int | None  # peak bytes of tensors on a GPU; None on CPUs
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command. Collective over the launched ranks.
 
     Raises:
-        Told: On all ranks, if one of them cannot read the options, or no configuration fits or runs.
+        Told: A rank cannot read the options, or no configuration fits or runs. Raised on all ranks.
     """
-    quiet = warnings.catch_warnings(action="ignore")  # of torch, about what DeepSpeed calls
+    quiet = warnings.catch_warnings(action="ignore")  # torch warns about functions that DeepSpeed calls
     with quiet, contextlib.redirect_stdout(sys.stderr), launched("tune", alone=True) as is_first:
         inputs, request, rows = _measured_rows(args, is_first)
     if not is_first:
@@ -92,7 +94,7 @@ def _measured_rows(args: argparse.Namespace, is_first: bool) -> tuple[Inputs, Re
             told = f"{rows[-1].seconds:.3g} s a step"
         except CommunicationError:
             raise
-        except SeqParError as reason:  # of settings or blocks that this model or kernel does not take, on every rank
+        except SeqParError as reason:  # this model or kernel does not support the settings or blocks, on every rank
             told = f"cannot run: {reason}"
         if is_first:
             print(f"tune: {name}: {told}", flush=True)
@@ -109,7 +111,7 @@ def _measured_rows(args: argparse.Namespace, is_first: bool) -> tuple[Inputs, Re
 
 
 def _other_kernels(request: Request, planned: Planned, device: torch.device) -> list[str]:
-    """Return the kernels that support the model's blocks and that "auto" does not choose."""
+    """Return the kernels that support the model's blocks, without the one that "auto" chooses."""
     heads, dtype = largest_share(*request.heads, planned.config.ulysses), getattr(torch, request.job.dtype)
     spec = BlockSpec(device.type, dtype, *heads, request.model.head_dim)
     others = {*SLOW, select("auto", spec).name}
@@ -117,7 +119,7 @@ def _other_kernels(request: Request, planned: Planned, device: torch.device) -> 
 
 
 def _measure(place: str, inputs: Inputs, request: Request, planned: Planned, steps: int) -> Measured:
-    """Train for one warm-up step and some measured steps. Collective."""
+    """Train for one warm-up step and several measured steps. Collective."""
     import deepspeed  # takes seconds
 
     job, world = request.job, groups.control_world(gloo_meets_hosts)
@@ -127,7 +129,7 @@ def _measure(place: str, inputs: Inputs, request: Request, planned: Planned, ste
     content |= {"steps_per_print": 10**9}
     content.pop("train_batch_size", None)
     level = logging.root.manager.disable
-    logging.disable(logging.INFO)  # what DeepSpeed says of each engine
+    logging.disable(logging.INFO)  # DeepSpeed's messages about each engine
     try:
         torch.manual_seed(0)
         sharded = {name: value for name, value in content.items() if name != SECTION}
@@ -161,7 +163,7 @@ def _measure(place: str, inputs: Inputs, request: Request, planned: Planned, ste
     finally:
         logging.disable(level)
         engine = model = None
-        gc.collect()  # engines are in circles
+        gc.collect()  # engines are part of reference cycles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return Measured(planned, max(one[1] for one in found), peak and max(one[2] for one in found))

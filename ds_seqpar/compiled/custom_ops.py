@@ -1,8 +1,8 @@
-"""Attention and its backward as torch.library ops, because compilers and dispatch modes must see each as one op.
+"""Attention and its backward as torch.library ops, since compilers and dispatch modes must see each as a single op.
 
-torch.compile takes these ops as they are. A selective checkpoint can save the result of `ds_seqpar::attention` and
-recompute the rest (DistFlashAttn, section 3.3). Ops take only tensors and numbers, so other objects are passed to them
-by handle.
+torch.compile does not trace into these ops. A selective checkpoint can save the result of `ds_seqpar::attention` and
+recompute everything else (DistFlashAttn, section 3.3). Ops accept only tensors and numbers, so other objects are passed
+as integer handles.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from ..core.runtime.runtime import Runtime
 
 
 def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
-    """Compute `attention.attention` as one op. In a checkpointed function, whose second run replays results, the op is
-    inside the autograd function.
+    """Compute `core.runtime.attention.attention` as a single op.
+
+    In a checkpointed function, the op runs inside the autograd function, so that the second run can replay its results.
     """
     if call.checkpointed:
         forward = functools.partial(_forward, call.runtime)
@@ -41,15 +42,16 @@ def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
 
 
 def runs_as_op() -> bool:
-    """Return whether attention must run as one op: for a compiler, or for a dispatch mode such as that of a selective
-    checkpoint."""
+    """Return whether attention must run as a single op, for a compiler or a dispatch mode (such as a selective
+    checkpoint's).
+    """
     return torch.compiler.is_compiling() or compat.dispatch_modes() > 0
 
 
 def _forward(
     runtime: Runtime, tensors: Tensors, sinks: Tensor | None, settings: CallSettings, agreement: Tensor | None = None
 ) -> list[Tensor]:
-    """Compute `Runtime.forward` as an op, with the settings as numbers."""
+    """Compute `Runtime.forward` as an op, encoding the settings as numbers."""
     mask, shards, scores, head_chunks, saves, lse, operator, v_dim, layer = settings
     numbers = runtime.handle, mask.handle, handle_of_shards(shards), *scores, head_chunks, int(saves)
     sizes = _sizes(runtime, tensors[0], tensors[1], shards)
@@ -60,14 +62,17 @@ def _settings(
     mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, operator: str, v_dim: int,
     lse: bool, layer: int | None = None,
 ) -> CallSettings:  # fmt: skip
-    """Return the settings from the numbers that `_forward` passed."""
+    """Decode the settings from the numbers that `_forward` passes."""
     what = Scores(scale, softcap), head_chunks, SavedForBackward(saves), lse, OPERATORS[operator], v_dim, layer
     return CallSettings(object_of(mask), shards_of(shards), *what)
 
 
 def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> list[int]:
-    """Return the numbers from which the op's fake computes the shapes of its results: [1 if all operands are sent in
-    one message, otherwise 0, ulysses_size, ulysses_rank, the CP rank's tokens of q, its tokens of k/v].
+    """Return the sizes from which the op's fake implementation derives the shapes of results.
+
+    Returns:
+        [1 if all operands are sent in one message else 0, ulysses_size, ulysses_rank, the CP rank's q tokens, its k/v
+        tokens].
     """
     if shards is None:
         return [1, *runtime.ulysses, q.shape[1] * runtime.ulysses.size, k.shape[1] * runtime.ulysses.size]
@@ -82,18 +87,18 @@ def attention_op(
     sizes: Sequence[int],
     agreement: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute attention's forward.
+    """Compute attention's forward pass.
 
     Args:
-        sizes: The result of `_sizes`. It is an argument because a compiler's cache is shared by several ranks.
-        agreement: A tensor that must have been computed before anything is sent.
+        sizes: The result of `_sizes`. The sizes are an argument because several ranks share a compiler's cache.
+        agreement: A tensor that must be computed before anything is sent.
 
     Returns:
         The results of `Runtime.forward`.
     """
     settings = _settings(mask, shards, scale, softcap, head_chunks, saves, operator, v_dim, lse, layer)
     results = object_of(handle).forward(tuple(tensors), sinks, settings)
-    # a compiled graph has only handles until its backward, which needs the objects with this tensor, its lse
+    # keeps the objects alive until backward, since a compiled graph holds only handles; attached to the lse tensor
     results[1].untyped_storage().settings = settings
     return results
 
@@ -126,7 +131,7 @@ def _save(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
     *_, head_chunks, saves, operator, v_dim = ctx.numbers
     what = Scores(1.0), head_chunks, SavedForBackward(saves), lse, OPERATORS[operator], v_dim
     ctx.alive, ctx.shapes = objects_of(*ctx.numbers[:3]), [size for x in tensors for size in x.shape]
-    eager.save(ctx, tensors, sinks, output, CallSettings(FULL, None, *what))  # of which the mask is not read
+    eager.save(ctx, tensors, sinks, output, CallSettings(FULL, None, *what))  # FULL, since the mask is not read
 
 
 def _gradients(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:

@@ -1,4 +1,4 @@
-"""Read the DeepSpeed JSON once, into an object that the engine, the Trainer and the planner query."""
+"""Parse the DeepSpeed JSON once, into an object that the engine, the Trainer and the planner query."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..base.files import STRICT, call_library, read_as, read_json
 from ..core.settings import SequenceParallelConfig
 
 KIND = "the DeepSpeed configuration"
-KNOWN = STRICT | {"extra": "ignore"}  # of sections that have keys which only DeepSpeed knows
-# key of the DeepSpeed JSON -> why it breaks the gradient contract or the sharding
+KNOWN = STRICT | {"extra": "ignore"}  # for sections with additional DeepSpeed keys
+# key of the DeepSpeed JSON -> why the key breaks gradients or sharding
 REFUSED = {
     "sequence_parallel_size": f'it switches DeepSpeed\'s own groups on; use "{SECTION}": {{"size": ...}}',
     "data_parallel_size": f'it changes the ranks that gradients are averaged over; use "{SECTION}": {{"size": ...}}',
@@ -36,11 +36,11 @@ REFUSED = {
 }
 NEUTRAL = {"sequence_parallel_size": 1, "gradient_allreduce_op": "mean", "managed_gradient_accumulation": True}
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# keys that DeepSpeed's own class does not get: they are checked here, or refused
+# keys not passed to DeepSpeed's own class, since they are checked or refused here
 CHECKED_HERE = {SECTION, *REFUSED, *BATCH_SIZES}
-# optimizer, in small letters -> tensors that it keeps of each parameter; those of Adam's kind keep two
+# optimizer in lower case -> tensors of state per parameter; Adam variants have two
 OPTIMIZER_STATES = {"sgd": 0, "adagrad": 1, "lion": 1}
-# key of an object, which a Trainer fills no "auto" in for -> what to write
+# key of an object that a Trainer does not fill in -> value to write instead of "auto"
 OBJECTS = {
     "zero_optimization": '{"stage": 3}',
     **dict.fromkeys(("bf16", "bfloat16", "fp16"), '{"enabled": "auto"}'),
@@ -49,23 +49,23 @@ OBJECTS = {
     "scheduler.params": '{"warmup_max_lr": "auto"}',
     **dict.fromkeys(("zero_optimization.offload_optimizer", "zero_optimization.offload_param"), '{"device": "cpu"}'),
 }
-# values that no Trainer computes, and that DeepSpeed takes as 0 and "none" where they are "auto"
+# values that no Trainer computes, and whose "auto" DeepSpeed reads as 0 or "none"
 DECISIVE = (
     "zero_optimization.stage", "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"
 )  # fmt: skip
-# attributes of DeepSpeed's configuration that may differ between ranks: figures and files that a rank keeps for itself,
-# and what follows from other attributes
+# attributes of DeepSpeed's configuration that may differ between ranks, such as logging and files of a single rank, and
+# attributes derived from others
 OF_A_RANK = (
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "monitor_config",
     "comms_config", "flops_profiler_config", "timers_config", "aio_config", "disable_python_gc", "global_rank",
     "world_size", "zero_enabled", "zero_optimization_stage", "_param_dict",
 )  # fmt: skip
-# other attributes -> their key in the JSON
+# attribute -> key in the JSON
 KEYS = {"zero_config": "zero_optimization", "float16_config": "fp16", "bfloat16_config": "bf16"}
-# keys of DeepSpeed that look like the section's
+# DeepSpeed keys that resemble the section's name
 OTHERS = ("sequence_parallel_size", "seq_parallel_communication_data_type")
 
-# DeepSpeed takes 5e8 for a whole number
+# DeepSpeed accepts 5e8 as an integer
 Elements = Annotated[
     int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x), Field(ge=0)
 ]
@@ -91,7 +91,7 @@ class Offload:
 
 
 def _without_flag(given: Any) -> Any:
-    """Return a section for a value that DeepSpeed also reads as true or false, under an older key."""
+    """Convert a boolean, which DeepSpeed accepts under an older key, to a section."""
     return ({"device": "cpu"} if given else {}) if isinstance(given, bool) else given
 
 
@@ -120,12 +120,14 @@ class Zero:
 
     @property
     def optimizer_away(self) -> bool:
-        """Whether the optimizer works in host memory."""
+        """Whether the optimizer runs in host memory."""
         return self.stage > 0 and self.offload_optimizer.device != "none"
 
     @property
     def parameters_away(self) -> bool:
-        """Whether a rank's share of parameters is in host memory or on drives. DeepSpeed does this only at stage 3."""
+        """Whether a rank's share of parameters is in host memory or on drives, which DeepSpeed supports only at stage
+        3.
+        """
         return self.stage == 3 and self.offload_param.device != "none"
 
     @property
@@ -136,20 +138,21 @@ class Zero:
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN)
 class Half:
-    """The section of a half precision."""
+    """The section that enables a 16-bit dtype."""
 
     enabled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN)
 class Known:
-    """The keys of a DeepSpeed JSON that ds_seqpar reads, in addition to its own section. None: not given, or left to a
-    Trainer ("auto").
+    """The keys of a DeepSpeed JSON that ds_seqpar reads, in addition to its own section.
+
+    None means that a key is missing or left to a Trainer ("auto").
     """
 
     zero_optimization: Zero = Zero()
     bf16: Half = Half()
-    bfloat16: Half = Half()  # DeepSpeed still reads the older name
+    bfloat16: Half = Half()  # older name, still supported by DeepSpeed
     fp16: Half = Half()
     train_batch_size: Count | None = None
     train_micro_batch_size_per_gpu: Count | None = None
@@ -164,10 +167,10 @@ class Known:
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedJson:
-    """A DeepSpeed JSON as given, and its parsed settings. Both are read once, at first use."""
+    """A DeepSpeed JSON and its parsed settings, each computed once on first use."""
 
     content: Mapping[str, Any]
-    place: str  # what it is called in errors
+    place: str  # name of the JSON in errors
 
     @classmethod
     def read(cls, config: str | os.PathLike[str] | Mapping[str, Any], source: object = None) -> DeepSpeedJson:
@@ -175,10 +178,10 @@ class DeepSpeedJson:
 
         Args:
             config: The path of a file, or a dict.
-            source: The file that a dict was read from, if any.
+            source: The file that the dict was read from, if any.
 
         Raises:
-            ConfigError: The file is missing or malformed, or an object in it has a key twice.
+            ConfigError: The file is missing or malformed, or contains an object with a duplicate key.
         """
         source = source if isinstance(config, Mapping) else config
         place = f"{KIND} {source}" if isinstance(source, str | os.PathLike) else KIND
@@ -186,20 +189,22 @@ class DeepSpeedJson:
 
     @functools.cached_property
     def section(self) -> Any:
-        """Our section; {} if there is none. Raises ConfigError if it is misspelt or inside another section."""
+        """Our section; {} if missing. Raises ConfigError if the section is misspelled or inside another section."""
         _check_place_of_section(self.content)
         return self.content.get(SECTION, {})
 
     @functools.cached_property
     def known(self) -> Known:
-        """The keys that are read here. Raises ConfigError for a value of a wrong type, such as a string instead of a
-        number or a boolean: DeepSpeed reads "false" as false, transformers as true.
+        """The keys that ds_seqpar reads.
+
+        Raises ConfigError for a value of the wrong type, such as a string instead of a number or a boolean: DeepSpeed
+        interprets the string "false" as false, and transformers as true.
         """
         names = [field.name for field in dataclasses.fields(Known) if self.content.get(field.name, "auto") != "auto"]
         return read_as(Known, {name: without_auto(self.content[name]) for name in names}, f"{self.place}: ")
 
     def check_settings(self) -> None:
-        """Raise ConfigError for a setting that would break the gradient contract or the sharding."""
+        """Raise ConfigError for settings that would break gradients or sharding."""
         wrong = []
         for key in REFUSED:
             outer, _, inner = key.partition(".")
@@ -219,8 +224,7 @@ class DeepSpeedJson:
             )
 
     def check_auto(self) -> None:
-        """Raise ConfigError for an "auto" that only the HuggingFace Trainer replaces and that DeepSpeed would
-        ignore."""
+        """Raise ConfigError for each "auto" that only the HuggingFace Trainer replaces and DeepSpeed would ignore."""
         passed = "zero_optimization.", "bf16.keep_in_fp32", "fp16.keep_in_fp32"  # for DeepSpeed "auto" is the default
         keys = [key for key in autos(self.content) if key in (*OBJECTS, *DECISIVE) or not key.startswith(passed)]
         if keys:
@@ -230,8 +234,8 @@ class DeepSpeedJson:
             )
 
     def check(self) -> None:
-        """Raise ConfigError, before anything is launched, for a misspelt section, values of wrong types, and settings
-        that DeepSpeed's own class refuses.
+        """Raise ConfigError for a misspelled section, values of the wrong type, and settings that DeepSpeed itself
+        refuses.
         """
         for key in autos(self.content):
             if key in OBJECTS:
@@ -243,8 +247,9 @@ class DeepSpeedJson:
 
     @functools.cached_property
     def resolved(self) -> dict[str, Any]:
-        """The configuration as DeepSpeed reads it, with its defaults, without values that may differ between ranks;
-        "auto" counts as omitted. Raises ConfigError for settings that DeepSpeed's own class refuses.
+        """The configuration as read by DeepSpeed, including defaults, without values that may differ between ranks.
+
+        Every "auto" value is treated as missing. Raises ConfigError for settings that DeepSpeed itself refuses.
         """
         given = dict(vars(call_library("DeepSpeed", self.place, self.content, _parsed)))
         given |= {field: getattr(self.known, field) for field in BATCH_SIZES}
@@ -253,12 +258,13 @@ class DeepSpeedJson:
 
     @property
     def left_out(self) -> list[str]:
-        """The keys that DeepSpeed must not see: our section, and those that it refuses even if they enable nothing."""
+        """The keys to hide from DeepSpeed: our section, and keys that DeepSpeed refuses even if they enable nothing."""
         return [SECTION, *(key for key in REFUSED if key in self.content and _is_off(key, self.content[key]))]
 
     def for_deepspeed(self, size: int, groups: int) -> dict[str, Any]:
-        """Return the JSON for DeepSpeed, which counts a sequence once for each of the `size` ranks of its group. Raises
-        ConfigError as in `batch_by_rank`.
+        """Return the JSON for DeepSpeed, which counts a sequence once for each of the `size` ranks of its group.
+
+        Raises the errors of `batch_by_rank`.
         """
         content = dict(self.content)
         for key in self.left_out:
@@ -269,20 +275,21 @@ class DeepSpeedJson:
 
     @property
     def batch_sizes(self) -> tuple[int | None, int | None, int | None]:
-        """The batch of an optimizer step, the micro-batch, and the accumulation steps; None: not given."""
+        """The sizes of the batch and the micro-batch, and the number of accumulation steps; None for missing values."""
         batch, micro, steps = (getattr(self.known, name) for name in BATCH_SIZES)
         return batch, micro, steps
 
     @property
     def optimizer_states(self) -> int:
-        """Number of tensors that the optimizer keeps per parameter; 2, as for AdamW, if unknown."""
+        """Number of state tensors that the optimizer stores per parameter; 2 (AdamW) if unknown."""
         optimizer = without_auto(self.content.get("optimizer")) or {}
         known = OPTIMIZER_STATES.get(str(optimizer.get("type")).lower())
         return 2 if known is None else known + bool(optimizer.get("params", {}).get("momentum"))
 
     def batch_by_rank(self, size: int, groups: int) -> int:
-        """Return "train_batch_size", which counts sequences, as DeepSpeed counts it, once per rank. Raises ConfigError
-        if the batch sizes do not fit `groups` groups of `size` ranks.
+        """Return "train_batch_size" as DeepSpeed counts it: the number of sequences, multiplied by `size`.
+
+        Raise ConfigError if the batch sizes are inconsistent with `groups` groups of `size` ranks.
         """
         sequences, micro, steps = self.batch_sizes
         assert sequences is not None
@@ -297,14 +304,14 @@ class DeepSpeedJson:
 
 
 def without_auto(section: Any) -> Any:
-    """Return a section without the keys that it leaves to a Trainer ("auto") or to DeepSpeed (null)."""
+    """Return a section without the keys that are left to a Trainer ("auto") or to DeepSpeed (null)."""
     if not isinstance(section, Mapping):
         return section
     return {name: without_auto(value) for name, value in section.items() if value != "auto" and value is not None}
 
 
 def autos(content: Mapping[str, Any], outer: str = "") -> Iterator[str]:
-    """Yield the keys, with dots, of all "auto" values outside our section."""
+    """Yield the dotted keys of all "auto" values outside our section."""
     for name, value in content.items():
         if isinstance(value, Mapping) and name != SECTION:
             yield from autos(value, f"{outer}{name}.")
@@ -313,7 +320,7 @@ def autos(content: Mapping[str, Any], outer: str = "") -> Iterator[str]:
 
 
 def _check_place_of_section(content: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a section that is misspelt or inside another one."""
+    """Raise ConfigError if the section is misspelled or inside another section."""
     for key, inner in content.items():
         if _is_meant(key):
             raise ConfigError(f'sequence parallelism is set under the key "{SECTION}"; got "{key}", rename it')
@@ -325,14 +332,14 @@ def _check_place_of_section(content: Mapping[str, Any]) -> None:
 
 
 def _is_off(key: str, value: Any) -> bool:
-    """Return whether the value of a key in REFUSED leaves the feature off."""
+    """Return whether the value of a key in REFUSED disables the feature."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or (key == "tensor_parallel" and value.get("autotp_size", 2) in (0, 1))
     return value == NEUTRAL.get(key)
 
 
 def _is_meant(key: object) -> bool:
-    """Whether a key is a misspelling of the section's key."""
+    """Return whether a key is a misspelling of the section's key."""
     if key == SECTION or key in OTHERS or not isinstance(key, str):
         return False
     plain, right = ("".join(filter(str.isalnum, name.lower())) for name in (key, SECTION))
@@ -340,28 +347,30 @@ def _is_meant(key: object) -> bool:
 
 
 def _parsed(content: dict[str, Any]) -> Any:
-    """DeepSpeed's configuration object; its class raises for settings that it refuses. Batch sizes depend on the number
-    of ranks, so 1 replaces the given ones.
+    """Return DeepSpeed's configuration object. DeepSpeed's class raises errors for settings that it refuses.
+
+    The given batch sizes are replaced by 1, since they depend on the number of ranks.
     """
-    from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds: imported only for a user's configuration
+    from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds to import, so only for a user's configuration
 
     return DeepSpeedConfig({**_checked_by_deepspeed(content), "train_micro_batch_size_per_gpu": 1})
 
 
 def _as_json(value: Any) -> Any:
-    """Return the contents of a section of DeepSpeed's configuration, without the folder of a host's drives."""
+    """Return the contents of a section of DeepSpeed's configuration, without the path of a host's drives."""
     if callable(dump := getattr(value, "model_dump", None)):
         return dump(exclude={name: {"nvme_path"} for name in ("offload_param", "offload_optimizer")})
     if isinstance(value, Mapping | Sequence):
         return dict(value) if isinstance(value, Mapping) else list(value)
-    if hasattr(value, "repr") or dataclasses.is_dataclass(value):  # DeepSpeed itself writes the former as JSON
+    if hasattr(value, "repr") or dataclasses.is_dataclass(value):  # DeepSpeed itself writes objects with `repr` as JSON
         return vars(value)
     return type(value).__qualname__ if " at 0x" in str(value) else str(value)  # addresses differ between ranks
 
 
 def _checked_by_deepspeed(content: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
-    """The configuration without "auto" and without keys that are checked elsewhere. outer: the key of the section with
-    this content, followed by a dot.
+    """Return the configuration without "auto" values and without keys that are checked elsewhere.
+
+    `outer` is the key of the section that contains `content`, followed by a dot.
     """
     return {
         key: _checked_by_deepspeed(value, f"{outer}{key}.") if isinstance(value, Mapping) else value
@@ -374,9 +383,9 @@ def read_config(config: str | Path | Mapping[str, Any]) -> SequenceParallelConfi
     """Return the settings of the "sequence_parallel" section of a DeepSpeed JSON.
 
     Args:
-        config: The path of a JSON file, or the dict. Without a section every field is `"auto"`.
+        config: The path of a JSON file, or the dict. Without a section, every setting has its default value.
 
     Raises:
-        ConfigError: The section is misspelt, is inside another one, or does not fit; or the file is malformed.
+        ConfigError: The section is misspelled, inside another section, or invalid, or the file is malformed.
     """
     return SequenceParallelConfig.from_dict(DeepSpeedJson.read(config).section)

@@ -1,4 +1,4 @@
-"""Correct DeepSpeed's figures, which count a sequence once on each rank that shares it."""
+"""Correct DeepSpeed's statistics, which count a sequence once on each rank that shares it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from .hooks import COUNTS, hooks_of
 
 
 def count_by_rank(content: dict[str, Any], sp: Any) -> None:
-    """Let `train_batch_size` count ranks, if accelerate's DeepSpeed configuration has numbers for all three batch
-    sizes. It may already do so. Raises ConfigError if it fits neither way.
+    """Multiply `train_batch_size` by the SP size if accelerate's DeepSpeed configuration sets all three batch sizes.
+
+    A value that is already multiplied stays unchanged. Raise ConfigError for any other inconsistent value.
     """
     json = DeepSpeedJson.read(content)
     batch, micro, steps = json.batch_sizes
@@ -20,9 +21,10 @@ def count_by_rank(content: dict[str, Any], sp: Any) -> None:
 
 
 def count_sequences(engine: Any, sp: Any) -> None:
-    """Let an engine's figures count sequences: `train_batch_size()` and its setters, `global_samples`, which is the x
-    axis of its monitors, and samples per second. A second call does nothing. The scale of gradients is computed from
-    other numbers.
+    """Make an engine count sequences instead of ranks. A second call does nothing.
+
+    The correction covers `train_batch_size()` and its setters, samples per second, and `global_samples`, the x axis of
+    monitors. Gradient scaling does not use the corrected numbers.
     """
 
     def count() -> None:
@@ -50,7 +52,9 @@ def count_sequences(engine: Any, sp: Any) -> None:
 
 
 class _PartsOfSequences:
-    """Wrap a DeepSpeed engine for its flops profiler: a device has `1 / size` of each sequence of its micro-batch."""
+    """Wraps a DeepSpeed engine for its flops profiler: a device processes `1 / size` of each sequence in its
+    micro-batch.
+    """
 
     def __init__(self, engine: Any, size: int) -> None:
         self.engine, self.size = engine, size

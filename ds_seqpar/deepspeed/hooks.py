@@ -1,4 +1,4 @@
-"""Run parts of ds_seqpar around the methods of a DeepSpeed engine, in one order."""
+"""Run parts of ds_seqpar around the methods of a DeepSpeed engine, in a fixed order."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 UNUSED, COUNTS, CHECKPOINTS, WRITING = "unused sharding", "counts", "checkpoints", "writing"
 FINITE, KEPT = "finite numbers", "kept gradients"
-# the outermost first: a forgotten patch is named before numbers are looked at, which is done next to DeepSpeed's method
+# outermost first: a missing patch is reported before values are checked, directly around DeepSpeed's method
 ORDER = (UNUSED, COUNTS, CHECKPOINTS, WRITING, FINITE, KEPT)
 
 
 class Hooks:
-    """The parts that run around an object's methods."""
+    """Parts of ds_seqpar that run around an object's methods."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.parts: dict[str, dict[str, Callable[..., Any]]] = {}  # part -> method -> callback, the innermost first
+        self.parts: dict[str, dict[str, Callable[..., Any]]] = {}  # part -> method -> callback, innermost first
         self.wrapped: set[str] = set()
 
     def install(self, part: str, **callbacks: Callable[..., Any]) -> bool:
-        """Run a part around methods, and inside the parts that come before it in `ORDER`.
+        """Run a part around methods, inside the parts that precede it in `ORDER`.
 
         Args:
-            part: Its name in `ORDER`.
-            **callbacks: Method -> a function of the wrapped function and the method's arguments.
+            part: The name of the part in `ORDER`.
+            **callbacks: Method name -> callback, which receives the wrapped function and the method's arguments.
 
         Returns:
-            Whether the part is new here; a second install does nothing.
+            Whether the part is new; installing a part again does nothing.
         """
         if part in self.parts:
             return False
@@ -57,5 +57,5 @@ class Hooks:
 
 
 def hooks_of(owner: Any) -> Hooks:
-    """Return the hooks of an engine, or of an object that it calls: the same ones each time."""
+    """Return the hooks of an engine or of an object that the engine calls, creating them on first use."""
     return vars(owner).setdefault("sequence_parallel_hooks", Hooks(owner))

@@ -1,5 +1,6 @@
-"""Examine a job before it trains: measure ranks, links and kernels, and compare each with its expected behavior. The
-outcome is a table, JSON, or the error that ends the job.
+"""Examine a job before training: measure ranks, links and kernels, and compare the results with expectations.
+
+The outcome is a table, JSON, or an error that stops the job.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from .findings import Check, Finding, Job, Status, examine
 if TYPE_CHECKING:
     from ..parallel import SequenceParallel
 
-# what needs no model, by name
+# name -> check that needs no model
 OF_RANKS = ranks.environment, ranks.agreement, attention.kernels, attention.sums, ranks.links, attention.attention
 CHECKS: tuple[tuple[str, Check], ...] = tuple((x.__name__, x) for x in (*OF_RANKS, data.batches, data.loaders))
-# status -> (how a line of the table begins, how such findings are counted)
+# status -> (beginning of a table line, word in the summary)
 WORDS: dict[Status, tuple[str, str]] = {
     "fail": ("FAIL", "failed"),
     "pass": ("pass", "passed"),
@@ -33,25 +34,25 @@ WORDS: dict[Status, tuple[str, str]] = {
 
 
 def examined(job: Job, progress: Callable[[str], object]) -> list[Finding]:
-    """Run every check on a job; see `examine`."""
+    """Run all checks on a job; see `examine`."""
     knows_model = job.model is not None and patcher_of_class(job.model) is not None
     return examine(job, [*CHECKS, *(doctor_of_models().CHECKS if knows_model else ())], progress)
 
 
 def require_sound(sp: SequenceParallel, model: Any, content: Mapping[str, Any], loader: Any = None) -> None:
-    """Run the quick part before training; rank 0 prints its table. Collective over the world.
+    """Run the quick checks before training, and print their table on rank 0. Collective over all ranks.
 
     Args:
-        sp: The SequenceParallel that is to train.
+        sp: The SequenceParallel to train with.
         model: The model.
         content: The DeepSpeed configuration.
         loader: The data loader, if there is one.
 
     Raises:
-        ConfigError: A check failed; on all ranks.
+        ConfigError: A check failed; raised on all ranks.
     """
     few = sp.config.ulysses * (1 if sp.config.head_chunks == "auto" else sp.config.head_chunks)
-    known = patcher_of_class(model) is not None  # heads of a model of one's own are not
+    known = patcher_of_class(model) is not None  # the heads of a custom model are unknown
     shape = doctor_of_models().shape_of(unwrapped(model)) if known else {"heads": (2 * few, few)}
     dtype = getattr(torch, DeepSpeedJson.read(without_auto(content)).known.dtype)
     job = Job(sp=sp, model=model, dtype=dtype, quick=True, content=dict(content), loader=loader, **shape)
@@ -64,7 +65,7 @@ def require_sound(sp: SequenceParallel, model: Any, content: Mapping[str, Any], 
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Return a line for each check, followed by advice if the check failed."""
+    """Return a line for each check, with advice after each failed check."""
     widest, lines = max(len(finding.check) for finding in findings), list[str]()
     for x in findings:
         lines.append(f"{WORDS[x.status][0]:<5} {x.check:<{widest}} {x.seconds:6.1f} s  {x.detail}".rstrip())

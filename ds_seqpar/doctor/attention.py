@@ -1,8 +1,8 @@
-"""Compare attention with its definition, for each kernel that would be used and for a call with the configured
-schedule.
+"""Compare attention with its definition, both for each kernel and for a call with the configured schedule.
 
-In fp64 the definition gives the correct result; in another dtype it shows the error of a plain computation. If a call
-is wrong, it is compared with likely mistakes: a part of the mask dropped, another head, a missing product of blocks.
+The definition computed in fp64 is the correct result; the definition computed in another dtype shows the usual rounding
+error. The result of a wrong call is compared with the results of likely mistakes: a part of the mask is dropped, heads
+are mixed up, or a product of two blocks is missing.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .findings import Finding, Job
 from .ranks import ADVICE, Gathering
 
 NAMES = ("out", "dq", "dk", "dv")
-# (position of the first query, queries, keys): alone, at the end of its keys, after them; odd lengths; one query
+# (position of the first query, queries, keys), with odd lengths, a single query, and queries after all keys
 SHAPES = ((0, 64, 64), (0, 61, 61), (30, 37, 67), (66, 1, 67), (32, 96, 64))
 LARGE = ((0, 256, 256), (0, 515, 515), (300, 130, 515))
-BLOCKS = 16  # of the sums that are looked at
+BLOCKS = 16  # number of blocks in the checked sums
 FACTOR = " times what it must be"
-LEAST = 64  # tokens of a call
+LEAST = 64  # minimum tokens of a call
 
 
 def kernels(job: Job) -> list[Finding]:
-    """Compare each kernel that this job may use, forward and backward, with a computation in fp64."""
+    """Compare each kernel that the job may use with a computation in fp64, forward and backward."""
     tokens, config = 4 * job.sp.multiple // job.sp.size, job.sp.config
     local = torch.empty(1, tokens, job.heads[0], job.head_dim, dtype=job.dtype, device=job.sp.device)
     keys = 1, tokens, job.heads[1], job.head_dim
@@ -47,7 +47,7 @@ def kernels(job: Job) -> list[Finding]:
         try:
             settings = CallSettings(mask, None, Scores(1.0, job.softcap or 0.0), chunks)
             bound, kernel = job.sp.runtime.bound("forward", local, [local.shape, keys, keys], settings)
-        except ConfigError:  # the schedule takes no such mask
+        except ConfigError:  # the schedule does not support the mask
             continue
         heads = bound.shape.q_heads, bound.shape.kv_heads
         names[f"{kernel.name} on {heads[0]}/{heads[1]} heads of {job.head_dim} in {bound.shape.dtype}"] = None
@@ -59,7 +59,7 @@ def kernels(job: Job) -> list[Finding]:
             try:
                 found = _product(kernel, tensors, launches(cut, kernel.support), job.head_dim**-0.5)
                 share, what = max(errors([x[0].double() for x in found], exact, plain, job.dtype))
-            except Exception as reason:  # one that a kernel raises for one shape
+            except Exception as reason:  # raised by the kernel for this shape
                 share, what = float("inf"), f"raises {type(reason).__name__}: {' '.join(str(reason).split()):.200}"
             cases, worst = cases + 1, max(worst, share)
             wrong += [f"{kernel.name}, {kind}, {rows} queries and {columns} keys: {what}"] * (share > 1)
@@ -69,7 +69,7 @@ def kernels(job: Job) -> list[Finding]:
 
 
 def _product(kernel: Kernel, tensors: list[Tensor], cut: tuple[Tile, ...], scale: float) -> list[Tensor]:
-    """Return out, dq, dk and dv of launches, added as in a walk."""
+    """Run several launches, accumulate the results like the executor of a plan, and return out, dq, dk and dv."""
     (q, k, v, do), wide, zeros = tensors, sum_dtype(tensors[0].dtype), torch.zeros_like
     total = Softmax(lambda: (zeros(q, dtype=wide), zeros(q[..., 0], dtype=wide)))
     dq, dkv = Sum(lambda: (zeros(q, dtype=wide),)), Sum(lambda: (zeros(k, dtype=wide), zeros(v, dtype=wide)))
@@ -80,7 +80,10 @@ def _product(kernel: Kernel, tensors: list[Tensor], cut: tuple[Tile, ...], scale
 
 
 def sums(job: Job) -> list[Finding]:
-    """Check that results of many blocks are added in fp32, by adding numbers to 1 that a short dtype would lose."""
+    """Check that results of many blocks are accumulated in fp32.
+
+    The terms added to 1 are so small that a 16-bit sum would lose them.
+    """
     step, wrong = torch.finfo(job.dtype if job.dtype.itemsize == 2 else torch.bfloat16).eps, ""
     block = torch.zeros(1, 8, 1, 8, dtype=sum_dtype(job.dtype), device=job.sp.device)
     weighted = Softmax, "out", 1 + step, 1 + step * (1 - 1 / BLOCKS)
@@ -96,21 +99,21 @@ def sums(job: Job) -> list[Finding]:
 
 
 class _Case(NamedTuple):
-    """A mask in the form that a product takes, and by its definition."""
+    """A mask, both as an argument of `attention` and as explicit visibility."""
 
     name: str
     mask: Mask
     layout: BatchLayout | None
-    visible: Tensor  # bool (queries, keys), False for queries that do not count
-    dropped: dict[str, Tensor]  # what would be visible without a part of the mask, by the part's name
+    visible: Tensor  # bool (queries, keys), False for ignored queries
+    dropped: dict[str, Tensor]  # part of the mask -> visible keys without this part
 
 
 def attention(job: Job) -> Gathering:
-    """Compare a call and its backward with the definition, for each mask."""
+    """Compare one forward and backward call with the definition, for each mask."""
     sp, findings, cases = job.sp, list[Finding](), _cases(job)
     sent = torch.bfloat16 if sp.config.comm_dtype == "bf16" and sp.runtime.size > 1 else job.dtype
     whole = {case.name: random(job, case.visible, *job.heads) for case in cases}
-    yield None  # before ranks communicate, so that an error of one leaves none waiting
+    yield None  # yield before communicating, so that no rank waits if another one has failed
     for case in cases:
         held = sp.shard(torch.arange(len(case.visible), device=sp.device), 0, case.layout)
         q, k, v, do = (sp.shard(x, 1, case.layout).detach().requires_grad_() for x in whole[case.name])
@@ -119,7 +122,7 @@ def attention(job: Job) -> Gathering:
             with torch.enable_grad(), torch.autocast(sp.device.type, enabled=False):
                 out, lse = sp.attention(q, k, v, mask=case.mask, shards=shards, softcap=job.softcap, return_lse=True)
                 results = out.detach(), *torch.autograd.grad(out, (q, k, v), do)
-        except ConfigError as reason:  # on all ranks: the schedule does not take such a mask
+        except ConfigError as reason:  # on all ranks, if the schedule does not support the mask
             findings.append(Finding(check=f"attention, {case.name}", status="not tried", detail=str(reason)))
             continue
         exact, plain = (define(job, whole[case.name], case.visible, dtype=x) for x in (torch.float64, job.dtype))
@@ -128,10 +131,10 @@ def attention(job: Job) -> Gathering:
         wrong = ["", ""]
         for at, (share, text) in reversed([*enumerate(all_of := errors(found, exact, plain, sent, held))]):
             if share > 1:
-                known = FACTOR in text or share == torch.inf  # nothing explains NaN
+                known = FACTOR in text or share == torch.inf  # NaN has no explanation
                 cause = "" if known else _cause(job, case, whole[case.name], at, found[at], exact, held)
                 wrong[at > 0] = f"{'backward' if at else 'forward'}: {cause or text}"
-        by_rank = yield wrong  # what is wrong in forward on any rank makes backward wrong
+        by_rank = yield wrong  # a wrong forward on any rank also makes backward wrong
         detail = wrong[all(not of_rank[0] for of_rank in by_rank)]
         passed = f"{', '.join(NAMES)} have at most {max(all_of)[0]:.0%} of the error that is allowed"
         findings.append(Finding.of(f"attention, {case.name}", detail, ADVICE, passed))
@@ -163,22 +166,24 @@ def _cases(job: Job) -> list[_Case]:
 
 
 def masks(tokens: int, window: int | None) -> dict[str, Mask]:
-    """Return the masks that models use, by name. window: the model's, if it has one."""
+    """Return common masks of models by name. `window` is the model's window, or None."""
     documents = (0, tokens // 3, tokens // 3 + 1, tokens // 2 + 3)
     cut = Mask(window=min(window or tokens, tokens // 3))
     return {"full": FULL, "causal": CAUSAL, "window": cut, "documents": Mask(documents=documents)}
 
 
 def seen(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return which keys each query sees, by their positions: bool (queries, keys)."""
+    """Return the visibility of keys at given positions, bool (queries, keys)."""
     q, kv, starts = queries[:, None], keys[None, :], torch.tensor(mask.documents, device=keys.device)
     of_document = torch.bucketize(q, starts, right=True) == torch.bucketize(kv, starts, right=True)
     return of_document & ((kv <= q) | (not mask.causal)) & (kv > q - (mask.window or len(keys) + len(queries)))
 
 
 def random(job: Job, visible: Tensor, heads: int, kv_heads: int) -> list[Tensor]:
-    """Return random q, k, v and do (1, tokens, heads, head_dim), the same on all ranks. do is 0 for a query that sees
-    no key."""
+    """Return random q, k, v and do (1, tokens, heads, head_dim), the same on all ranks.
+
+    The gradient do is 0 for queries that see no key.
+    """
     dice, sizes = torch.Generator().manual_seed(1), [(len(visible), heads), (visible.shape[1], kv_heads)]
     of = [torch.randn(1, *sizes[side], job.head_dim, generator=dice) for side in (0, 1, 1, 0)]
     of[3] *= visible.any(1).cpu()[:, None, None]
@@ -188,17 +193,17 @@ def random(job: Job, visible: Tensor, heads: int, kv_heads: int) -> list[Tensor]
 def define(
     job: Job, tensors: list[Tensor], seen: Tensor, computed: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
-    """Return out, dq, dk, dv (tokens, heads, head_dim) and the log-sum-exp (tokens, heads), all in fp64.
+    """Return out, dq, dk and dv (tokens, heads, head_dim) and the log-sum-exp (tokens, heads), all in fp64.
 
     Args:
         job: The job.
         tensors: q, k, v and do (1, tokens, heads, head_dim).
-        seen: Which keys a query sees, bool (queries, keys).
-        computed: Which products of a query and a key are added up, under the right log-sum-exp; default: `seen`.
+        seen: The keys that each query sees, bool (queries, keys).
+        computed: The query-key products to add up, normalized by the correct log-sum-exp; default: `seen`.
         dtype: The dtype of the computation.
     """
     found, scale, group = list[list[Tensor]](), job.head_dim**-0.5, tensors[0].shape[2] // tensors[1].shape[2]
-    for head in range(tensors[1].shape[2]):  # one after the other, for the memory of their scores
+    for head in range(tensors[1].shape[2]):  # one head at a time, to limit the memory of scores
         q, do = (x[0, :, head * group : head * group + group].to(dtype) for x in (tensors[0], tensors[3]))
         k, v = (x[0, :, head].to(dtype) for x in tensors[1:3])
         scores, slope = torch.einsum("qhd,kd->hqk", q, k) * scale, scale
@@ -211,7 +216,7 @@ def define(
         weights = weights.where(seen if computed is None else computed, 0)
         d_scores = weights * (d_weights - delta) * slope
         of_queries = [torch.einsum("hqk,kd->qhd", *pair) for pair in ((weights, v), (d_scores, k))]
-        # of each query head by itself, and then added in the dtype, as some kernels do
+        # compute each query head separately, then add in the dtype, as some kernels do
         of_keys = [torch.einsum("hqk,qhd->khd", *x).sum(1, keepdim=True) for x in ((d_scores, q), (weights, do))]
         found.append([*of_queries, *of_keys, lse[..., 0].T])
     return [torch.cat(of_kind, dim=1).double() for of_kind in zip(*found, strict=True)]
@@ -220,18 +225,19 @@ def define(
 def errors(
     found: list[Tensor], exact: list[Tensor], plain: list[Tensor], dtype: torch.dtype, held: Tensor | None = None
 ) -> list[tuple[float, str]]:
-    """Return the error for each of NAMES, as a share of the allowed error and in words. The allowed error is twice that
-    of a plain computation, plus some roundings. Both the greatest error and the root mean square count; the latter
-    shows small errors that are everywhere.
+    """Return, for each of NAMES, the error as a share of the allowed error, and a description.
+
+    The allowed error is twice the error of a plain computation, plus a few roundings. Both the maximum error and the
+    root mean square are checked; the latter reveals small errors that affect all elements.
 
     Args:
-        found: The computed result, for the tokens that this rank holds.
+        found: The computed result, for this rank's tokens.
         exact: The result of `define`.
-        plain: The result of `define`, in the tensors' dtype.
+        plain: The result of `define` in the tensors' dtype.
         dtype: The dtype to which tensors are rounded.
-        held: Which tokens these are; default: all.
+        held: Indices of this rank's tokens; default: all tokens.
     """
-    group, result = exact[0].shape[1] / exact[2].shape[1], []  # whose gradients some kernels add up in that dtype
+    group, result = exact[0].shape[1] / exact[2].shape[1], []  # some kernels add up a group's gradients in this dtype
     rounding = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 8) * max(1.0, (group / 2) ** 0.5)
     for name, x, whole, usual in zip(NAMES, found, exact, plain, strict=False):
         expected, worst = whole if held is None else whole[held], (0.0, "")
@@ -253,16 +259,17 @@ def errors(
 def _cause(
     job: Job, case: _Case, tensors: list[Tensor], at: int, found: Tensor, exact: list[Tensor], held: Tensor
 ) -> str:
-    """Return an explanation of a wrong result: the first guess close to it, in a head and a block; "" if none is.
+    """Explain a wrong result by the first likely mistake that reproduces the result for one head and block; "" if none
+    does.
 
     Args:
         job: The job.
         case: The mask.
         tensors: q, k, v and do.
-        at: The index in NAMES of the result.
-        found: The result, for the tokens that this rank holds.
+        at: The index of the result in NAMES.
+        found: The result, for this rank's tokens.
         exact: The result of `define`.
-        held: Which tokens these are.
+        held: Indices of this rank's tokens.
     """
     runtime, blocks, of_queries = job.sp.runtime, torch.zeros_like(case.visible[0], dtype=torch.int64), at < 2
     shards = case.layout.shards if case.layout else runtime.shards(len(blocks) // runtime.size)
@@ -276,7 +283,7 @@ def _cause(
     rows = blocks[held] == here
 
     def guess(computed: Tensor, kv: int) -> Tensor:
-        """Return the result if these products are added up, for a key/value head."""
+        """Return the result if only the products in `computed` were added up, with key/value head `kv`."""
         first = group * (own if of_queries else kv)
         heads = slice(first, first + group), slice(kv, kv + 1), slice(kv, kv + 1), slice(first, first + group)
         of = define(job, [x[:, :, one] for x, one in zip(tensors, heads, strict=True)], case.visible, computed)
@@ -290,7 +297,7 @@ def _cause(
     each = [blocks == block for block in range(int(blocks.max()) + 1)]
     parts = [guess(case.visible & (of if of_queries else of[:, None]), own).flatten().cpu() for of in each]
     matrix, right = torch.stack(parts, dim=1), found[rows, head]
-    times = torch.linalg.lstsq(matrix, right.cpu().flatten()[:, None]).solution  # how often each product counts
+    times = torch.linalg.lstsq(matrix, right.cpu().flatten()[:, None]).solution  # weight of each product
     for other in (((times[:, 0] - 1).abs() > 0.05) & (matrix.norm(dim=0) > 0)).nonzero()[:1].flatten().tolist():
         q, kv = (here, other) if of_queries else (other, here)
         guesses[_product_of(job, at, q, kv, float(times[other]))] = (matrix @ times).view_as(right).to(right)
@@ -298,7 +305,7 @@ def _cause(
 
 
 def _product_of(job: Job, at: int, q: int, kv: int, times: float) -> str:
-    """Describe how many times a product of blocks counts, and which rank computes it in which step."""
+    """Describe how many times a product of blocks is counted, and which rank computes the product in which step."""
     runtime, direction = job.sp.runtime, "backward" if at else "forward"
     text = f"the product q({q})*kv({kv}) {'is left out' if abs(times) < 0.05 else f'counts {times:.3g} times'}"
     program = runtime.last_bound[direction][1][0]

@@ -1,4 +1,4 @@
-"""Check the data of each rank: tokens, positions and labels of sharded batches, and the sequences of loaders."""
+"""Check each rank's data: tokens, positions and labels of sharded batches, and the sequences that loaders yield."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..data.checks import IGNORE
 from .findings import Finding, Job
 
 ROWS, BATCHES = 2, 2
-OF_JOB = "the job's loader"  # which may give groups the same examples, as of prompts in several groups
+OF_JOB = "the job's loader"  # may repeat examples, such as prompts, in several groups
 DIVISOR = "num_items_in_batch"
 
 
 def batches(job: Job) -> list[Finding]:
-    """Shard a plain, a padded and a packed batch, gather each again, and compare it with the whole batch."""
+    """Shard a plain, a padded and a packed batch, gather the shards, and compare the results with the whole batches."""
     tokens, wrong = max(23, 2 * job.sp.multiple + 5), ""
     dice, size = torch.Generator().manual_seed(1), min(job.sp.sharding.vocabulary or (64,))
     ids = torch.randint(size, (ROWS, tokens), generator=dice, device="cpu")
     mask, at = torch.ones_like(ids), torch.arange(tokens, device="cpu")
     mask[0, : tokens // 4] = mask[1, -(tokens // 3) :] = 0
-    labels = ids.masked_fill((mask == 0) | (at == tokens // 4), IGNORE)  # from padding no token is predicted
+    labels = ids.masked_fill((mask == 0) | (at == tokens // 4), IGNORE)  # padding predicts no token
     positions = torch.stack([at % (tokens // 2), at % (tokens // 3)])
     padded, packed = {"attention_mask": mask, "labels": labels}, {"position_ids": positions}
     for kind, more in {"plain": dict[str, Tensor](), "padded": padded, "packed": packed}.items():
@@ -41,15 +41,17 @@ def batches(job: Job) -> list[Finding]:
 
 
 def _wrong(job: Job, whole: Mapping[str, Tensor], shard: Mapping[str, Any]) -> str:
-    """Return how a shard differs from its whole batch; "" if it does not. Collective over the sequence's ranks."""
+    """Describe how a shard differs from its whole batch; "" if correct. Collective over the ranks that share the
+    sequence.
+    """
     sp, ids = job.sp, whole["input_ids"]
     positions = whole.get("position_ids", torch.arange(ids.shape[1], device="cpu").expand_as(ids))
     mask = whole.get("attention_mask", torch.ones_like(ids)).bool()
-    first = torch.nn.functional.pad(positions[:, 1:] == 0, (0, 1), value=True)  # the next token is another document's
+    first = torch.nn.functional.pad(positions[:, 1:] == 0, (0, 1), value=True)  # the next token starts another document
     labels = whole["labels"].roll(-1, 1).masked_fill(first, IGNORE)
     for name, right in (("input_ids", ids), ("position_ids", positions), ("shift_labels", labels)):
         local = shard[name]
-        late = torch.ones_like(local)  # whether its labels are those that come next on this rank
+        late = torch.ones_like(local)  # whether labels are the next tokens of this rank, not of the sequence
         late[:, :-1] = local[:, :-1] == shard["labels"][:, 1:]
         own = torch.arange(local.shape[1], device="cpu").expand_as(local)
         got, own, late = (sp.gather(x.contiguous(), 1, shard.get("placement")) for x in (local, own, late))
@@ -72,13 +74,13 @@ def _wrong(job: Job, whole: Mapping[str, Tensor], shard: Mapping[str, Any]) -> s
 
 
 def loaders(job: Job) -> Generator[Any, list[Any], list[Finding]]:
-    """Check that ranks of a group receive the same sequences, and different groups receive different ones."""
+    """Check that the ranks of a group receive the same sequences, and that groups receive different sequences."""
     sp, numbers, findings = job.sp, [*range(2 * BATCHES * job.sp.data_size)], []
     dealt = sp.loader(DataLoader(numbers, batch_size=1))  # type: ignore[arg-type]
     given = {"sp.sampler": [*sp.sampler(numbers)], "sp.loader": [int(x) for batch in dealt for x in batch]}
     if (sampler := getattr(job.loader, "batch_sampler", None)) is not None:
         dataset = getattr(job.loader, "dataset", None)
-        with contextlib.suppress(Exception):  # one that cannot be copied is not read, since that would move it on
+        with contextlib.suppress(Exception):  # skip samplers that cannot be copied, since reading one would advance it
             sampler = copy.deepcopy(sampler, {id(dataset): dataset})
             given[OF_JOB] = [list(batch) for batch in itertools.islice(iter(sampler), BATCHES)]
     by_rank = yield sp.data_rank, given

@@ -19,25 +19,25 @@ from ..guards.agreement import all_gather_objects
 if TYPE_CHECKING:
     from ..parallel import SequenceParallel
 
-Status = Literal["fail", "not tried", "pass"]  # the worst first
-AGREEMENT = "agreement"  # the check without which ranks cannot communicate
+Status = Literal["fail", "not tried", "pass"]  # worst first
+AGREEMENT = "agreement"  # ranks cannot communicate if this check fails
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is examined.
+    """The job to examine.
 
     Attributes:
-        sp: The SequenceParallel that is to train.
-        model: The model; None: only attention is examined.
+        sp: The SequenceParallel to train with.
+        model: The model; None examines only attention.
         heads: The model's (query heads, key/value heads).
-        head_dim: Of the model's attention.
+        head_dim: The head dimension of the model's attention.
         dtype: The model's dtype.
-        window: The keys that a query of the model's windowed layers sees; None: it has none.
-        softcap: The bound of the model's scores; None: it has none.
+        window: Number of keys visible to each query in the model's windowed layers; None without windows.
+        softcap: The bound of the model's scores; None without a bound.
         quick: Whether to run only checks that take a few seconds.
-        content: The DeepSpeed configuration, {} without one.
-        loader: The data loader of the job, if there is one.
+        content: The DeepSpeed configuration; {} without DeepSpeed.
+        loader: The job's data loader, if there is one.
     """
 
     sp: SequenceParallel
@@ -58,10 +58,10 @@ class Finding:
 
     Attributes:
         check: The name of the check, in a few words.
-        status: Whether it passed.
-        detail: Figures if it passed, what is wrong, or why it was skipped.
-        advice: What to do, if something is wrong.
-        seconds: Duration of the function that ran the check; 0 for all but the first of its findings.
+        status: Whether the check passed, failed or was not tried.
+        detail: Figures if the check passed; otherwise the problem, or the reason for skipping the check.
+        advice: The remedy, if the check failed.
+        seconds: Duration of the function that ran the check, set only on the first of its findings.
     """
 
     check: str
@@ -72,28 +72,29 @@ class Finding:
 
     @classmethod
     def of(cls, check: str, wrong: str, advice: str, passed: str) -> Finding:
-        """Return a failure with its advice or, if nothing is wrong, a pass with its figures."""
+        """Return a failed Finding with advice or, if `wrong` is empty, a passed Finding with figures."""
         return cls(check=check, status="fail" if wrong else "pass", detail=wrong or passed, advice=advice * bool(wrong))
 
 
-# Called on all ranks at once. A generator yields what this rank has found, is sent what each rank has yielded, by rank,
-# and returns its findings, as many as on all other ranks; a plain function returns them. If one raises between two
-# yields, the check fails on all ranks. So one that communicates yields before, or others wait.
+# A check, called on all ranks at once: a plain function that returns findings, or a generator. A generator yields this
+# rank's results, receives a list of all ranks' results, and returns the same number of findings on every rank. An error
+# before a yield fails the check on all ranks. A check that communicates must therefore yield first, so that no rank
+# waits for one that has failed.
 Check = Callable[[Job], Sequence[Finding] | Generator[Any, list[Any], Sequence[Finding]]]
 
 
 def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[str], object]) -> list[Finding]:
-    """Run checks, and return the findings of all ranks, the same on each rank. Collective over the world.
+    """Run checks and return the combined findings of all ranks, the same on each rank. Collective over all ranks.
 
     Args:
         job: The job.
-        checks: Each with a name for its errors.
-        progress: Called with the name of the check that begins.
+        checks: (name for errors, check) pairs.
+        progress: Called with the name of each check before it runs.
     """
     found, sp, random = list[Finding](), job.sp, random_state()
     unused, received, received_bytes = sp.sharding.unused, dict(sp.comm.received), sp.comm.received_bytes
-    sp.sharding.unused = UnusedSharding(sp.calls)  # what the doctor computes says nothing of the loop that comes
-    sp.sharding.unused.is_met, apart = True, ""  # the check after which ranks may no longer be in step
+    sp.sharding.unused = UnusedSharding(sp.calls)  # keep the doctor's calls out of the training loop's statistics
+    sp.sharding.unused.is_met, apart = True, ""  # apart: the check after which ranks may be out of step
     try:
         for name, check in checks:
             if apart:
@@ -116,7 +117,7 @@ def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[s
 
 
 def _results(job: Job, name: str, check: Check) -> tuple[list[Sequence[Finding]], tuple[bool, ...], float]:
-    """Return the findings of each rank, which ranks raised an error, and the seconds of the slowest one."""
+    """Return each rank's findings, whether each rank raised an error, and the seconds of the slowest rank."""
     begun: Any = None
     sent, began = list[Any](), time.monotonic()
     while True:
@@ -130,7 +131,7 @@ def _results(job: Job, name: str, check: Check) -> tuple[list[Sequence[Finding]]
         except Exception as error:
             done, raised = True, True
             local = [Finding(check=name, status="fail", detail=str(as_seqpar_error(f"{name} raised", error)))]
-            # in case that others wait inside the check, and never come to the table
+            # printed now, since other ranks may hang inside the check and never reach the table
             print(f"ds_seqpar: rank {dist.get_rank()}: {local[0].detail}", file=sys.stderr, flush=True)
         local = f"what {name} found", local, done, raised, time.monotonic() - began
         _, results, ended, failed, seconds = zip(*all_gather_objects(job.sp.groups.world, local), strict=True)
@@ -140,7 +141,7 @@ def _results(job: Job, name: str, check: Check) -> tuple[list[Sequence[Finding]]
 
 
 def _joined(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return the worst finding of each check, with its ranks if not all have it."""
+    """Return the worst finding of each check, and the affected ranks unless the finding is the same on all ranks."""
     joined = []
     for check in dict.fromkeys(finding.check for findings in by_rank for finding in findings):
         of_check = {rank: x for rank, findings in enumerate(by_rank) for x in findings if x.check == check}

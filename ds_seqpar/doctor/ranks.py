@@ -1,5 +1,4 @@
-"""Check that all ranks run the same software with the same settings, that they share tokens without a gap, and how fast
-their links are."""
+"""Check software and settings on all ranks, the assignment of tokens to ranks, and the speed of links."""
 
 from __future__ import annotations
 
@@ -33,19 +32,19 @@ from .findings import Finding, Job
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "flash-attn", "liger-kernel", "triton")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "CUBLAS_", "DS_", "CUDA_DEVICE_MAX_CONNECTIONS")
-# what such variables name may differ between hosts or ranks, as paths and what is logged may
+# variables that may differ between hosts or ranks, such as names of network interfaces
 OF_A_HOST = ("IFNAME", "HCA", "GID_INDEX", "PLACES", "NCCL_DEBUG", "_LOGS", "_TRACEBACK")
 ADVICE = "see which part of ds_seqpar, or which schedule or layout of your own, is not as it was"
-CPU, DEVICE = (2**20, 4e-3), (2**24, 3e-4)  # bytes of a message each way, seconds below which no link is called slow
-FIRST = 64  # bytes of the message before it, after which both ranks are there
-ROUNDS, MORE = 4, 5  # messages of which the fastest counts; how often they are sent before a link is called slow
-SLOW = 3.0  # times the median of the links of its kind
-Link = tuple[int, int]  # the lower rank, the higher one
+CPU, DEVICE = (2**20, 4e-3), (2**24, 3e-4)  # (bytes sent each way, seconds up to which a link is never slow)
+FIRST = 64  # bytes of a preceding message that synchronizes both ranks
+ROUNDS, MORE = 4, 5  # the fastest of ROUNDS messages counts; up to MORE attempts before reporting a slow link
+SLOW = 3.0  # multiple of the median link inside or between hosts
+Link = tuple[int, int]  # (lower rank, higher rank)
 Gathering = Generator[Any, list[Any], list[Finding]]  # see `findings.Check`
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of Python and of the relevant installed packages, by name."""
+    """Return the versions of Python and the relevant packages, by name."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -56,13 +55,13 @@ def installed() -> dict[str, str]:
 
 
 def set_variables() -> dict[str, str]:
-    """Return the environment variables that change how ranks communicate or compute, by name."""
+    """Return the environment variables that affect communication or computation, by name."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
 
 
 def environment(job: Job) -> Gathering:
-    """Compare versions, devices and the variables that change how ranks communicate or compute."""
-    # installed by a link, one version may have another text on each host
+    """Compare the ranks' versions, devices and environment variables that affect communication or computation."""
+    # hash the source, since editable installs of one version may differ between hosts
     source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
     versions = {"ds_seqpar": str(Fingerprint.of_bytes(source)), **installed(), "device": device_name(job.sp.device)}
     variables = {name: x for name, x in set_variables().items() if not name.endswith(OF_A_HOST) and "/" not in x}
@@ -73,13 +72,13 @@ def environment(job: Job) -> Gathering:
 
 
 def alike(check: str, by_rank: Any, advice: str, passed: str) -> Finding:
-    """Return whether all ranks have the same fields."""
+    """Compare fields between ranks, and report a failure if any field differs."""
     difference = differences({rank: (check, fields) for rank, fields in enumerate(by_rank)})
     return Finding.of(check, difference and f"all ranks need the same {difference}", advice, passed)
 
 
 def agreement(job: Job) -> Gathering:
-    """Compare the ranks' resolved settings, and check that tokens are shared without gaps."""
+    """Compare the ranks' resolved settings, and check that each token is assigned to exactly one rank."""
     sp, runtime, tokens = job.sp, job.sp.runtime, 4 * job.sp.multiple
     config, shards = runtime.config, runtime.shards(tokens // runtime.size)
     held = [runs_of_sp_rank(shards, "q", runtime.ulysses.size, rank) for rank in range(sp.size)]
@@ -103,18 +102,18 @@ def agreement(job: Job) -> Gathering:
 
 
 def links(job: Job) -> Gathering:
-    """Compare received with sent data, and links with one another."""
+    """Compare received data with sent data, and compare the speed of links."""
     if job.sp.size == 1:
         return [Finding(check="links", status="not tried", detail="one rank sends nothing")]
     members, peers = dist.get_process_group_ranks(job.sp.groups.sp), _peers(job)
     comm, rank, best, other = copy.copy(job.sp.comm), dist.get_rank(), dict[Link, float](), ""
-    groups: Any = SimpleNamespace(inner=job.sp.groups.sp, cp_order=range(job.sp.size))  # so that one group tries all
+    groups: Any = SimpleNamespace(inner=job.sp.groups.sp, cp_order=range(job.sp.size))  # one group for all links
     comm.groups, (size, floor) = groups, CPU if job.sp.device.type == "cpu" else DEVICE
     sent = torch.full((size,), rank % 256, dtype=torch.uint8, device=job.sp.device)
     yield None
     for _ in range(MORE):
         for _, turn in itertools.product(range(ROUNDS), range(len(members))):
-            number = (turn - members.index(rank)) % len(members)  # of the other rank of this turn
+            number = (turn - members.index(rank)) % len(members)  # index of the peer in this turn
             if (peer := members[number]) not in peers:
                 continue
             arrived, seconds = sent.clone(), 0.0
@@ -137,7 +136,7 @@ def links(job: Job) -> Gathering:
 
 
 def _peers(job: Job) -> set[int]:
-    """Return the ranks with which this rank's programs exchange messages."""
+    """Return the ranks that exchange messages with this rank."""
     groups, runtime, tokens = job.sp.groups, job.sp.runtime, 4 * job.sp.multiple // job.sp.size
     q = torch.empty(1, tokens, job.heads[0], job.head_dim, dtype=job.dtype, device=job.sp.device)
     keys, peers = (1, tokens, job.heads[1], job.head_dim), set[int]()
@@ -153,18 +152,20 @@ def _peers(job: Job) -> set[int]:
 
 
 def slow_ones(by_rank: list[tuple[dict[Link, float], str]], floor: float) -> tuple[dict[Link, float], list[str]]:
-    """Return the seconds of all links, and which links are slow compared with others inside hosts or between hosts.
+    """Return the seconds of all links, and a description of each link that is slower than similar links.
+
+    Links inside hosts and links between hosts are compared separately.
 
     Args:
-        by_rank: The seconds of each rank's links, and its host.
-        floor: Seconds below which no link is slow.
+        by_rank: The seconds of each rank's links, and the rank's host.
+        floor: Seconds up to which a link is never slow.
     """
     links, slow = dict[Link, float](), []
     for link, seconds in (item for best, _ in by_rank for item in best.items()):
         links[link] = max(seconds, links.get(link, 0.0))
     for inside in (True, False):
         alike = {link: x for link, x in links.items() if (by_rank[link[0]][1] == by_rank[link[1]][1]) == inside}
-        # where bridges join devices in pairs, half of the links are faster
+        # half of the links are faster if bridges connect devices in pairs
         usual = (statistics.median_high if len(alike) > 2 else statistics.median_low)(alike.values() or [0.0])
         slow += [
             f"the link of ranks {a} and {b} takes {x * 1e3:.1f} ms, where {usual * 1e3:.1f} ms are usual"

@@ -1,4 +1,4 @@
-"""Kernels that are not part of the core. Each module registers its own at `runtime.kernels`."""
+"""Kernels outside the core. Each module registers its kernels in `runtime.kernels`."""
 
 from . import flash, fused
 

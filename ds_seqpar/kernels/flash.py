@@ -1,11 +1,11 @@
-"""Fast kernels: PyTorch's flash attention for CPUs, and for CUDA PyTorch's three kernels and flash-attn's.
+"""Fast kernels: PyTorch's flash attention for CPUs, and for CUDA PyTorch's three kernels and flash-attn's kernels.
 
-The kernel for CPUs takes fp64, fp32, bf16 and fp16, takes GQA without repeating heads, and aligns a causal mask to the
-upper left corner. It computes a band as a mask over a block of few rows, and computes the masked pairs too.
+The CPU kernel supports fp64, fp32, bf16 and fp16, supports GQA without repeating heads, and aligns a causal mask to the
+upper left corner. The kernel computes a band as a mask over a block of few rows, including the masked pairs.
 
-The kernels for CUDA are subclasses that wrap operators with different arguments. Their causal blocks are square, since
-most operators align the mask to the lower right corner. None has been measured on a GPU yet. `tests/cuda_models.py` has
-a model of each operator, and with the models the kernels are exact.
+The CUDA kernels are subclasses that wrap operators with different arguments. The causal blocks of CUDA kernels are
+square, since most operators align the mask to the lower right corner. No CUDA kernel has been measured on a GPU yet. On
+the operator models in `tests/cuda_models.py`, all CUDA kernels are exact.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ class CpuFlash:
 
 
 def _band(q: Tensor, k: Tensor, width: int) -> Tensor | None:
-    """Return the mask to add to a block's scores: 0 where a row sees a column, -inf elsewhere. None for width 0, i.e.
-    no band.
-    """
+    """Return the mask to add to a block's scores, with -inf for hidden columns; None without a band (width 0)."""
     if not width:
         return None
     above = torch.full((q.shape[1], k.shape[1]), float("-inf"), dtype=q.dtype).triu_(width)
@@ -80,21 +78,21 @@ def _band(q: Tensor, k: Tensor, width: int) -> Tensor | None:
 NOWHERE = "nowhere yet (no GPU was at hand): tests/gpu waits for one"
 MAX_INT, MAX_SHORT = 2**31 - 1, 2**15 - 1
 HALF = {torch.bfloat16: 8, torch.float16: 8}
-_LENGTHS = DeviceCache()  # what `_first_of_each` returns: layers and directions of a layout have the same
+_LENGTHS = DeviceCache()  # results of `_first_of_each`, shared by all layers and directions of a layout
 
 
 @dataclasses.dataclass(frozen=True)
 class OperatorCall:
-    """The arguments of a call of an operator, other than its tensors."""
+    """The arguments of an operator call, except its tensors."""
 
-    scale: float  # of the softmax
-    left: int  # the window's limits, -1 for none
+    scale: float  # softmax scale
+    left: int  # window limits, -1 for none
     right: int
-    rows: int  # of the block, or of the largest of several blocks
+    rows: int  # rows of the block, or of the largest of several blocks
     columns: int
-    first_rows: Tensor | None = None  # where each of several blocks begins, int32 on the device
+    first_rows: Tensor | None = None  # start of each block if there are several, int32 on the device
     first_columns: Tensor | None = None
-    sequences: int = 1  # of the batch, for several blocks
+    sequences: int = 1  # batch size, for several blocks
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, causal: bool, scale: float, segments: Segments | None) -> OperatorCall:
@@ -103,10 +101,10 @@ class OperatorCall:
         window = scale, segments.left, segments.right
         if len(segments.rows) == 1:
             return cls(*window, q.shape[1], k.shape[1])
-        # one fake mode's tensors are nothing for another one
+        # tensors of one fake mode are invalid in another fake mode
         key = segments.rows, segments.columns, q.shape[0], getattr(q, "fake_mode", None)
         first_rows, first_columns = _LENGTHS.get(key, q.device, lambda: _first_of_each(segments, q.shape[0]))
-        # flash-attn takes a largest block of one row to mean that every block has one row
+        # if the maximum is one row, flash-attn assumes that every block has one row
         longest = max(2, *segments.rows), max(segments.columns)
         return cls(*window, *longest, first_rows, first_columns, q.shape[0])
 
@@ -123,22 +121,22 @@ class OperatorCall:
         return x if self.first_rows is None else x.flatten(0, 1)
 
     def split(self, x: Tensor) -> Tensor:
-        """Reshape (B * n, ...) to (B, n, ...): the inverse of `join`."""
+        """Reshape (B * n, ...) to (B, n, ...). The inverse of `join`."""
         return x if self.first_rows is None else x.unflatten(0, (self.sequences, -1))
 
 
 def _first_of_each(segments: Segments, sequences: int) -> Tensor:
-    """Return where the blocks of a launch begin: (2, blocks + 1), of rows and of columns."""
+    """Return the first row and column of each block in a launch, and the ends: (2, blocks + 1)."""
     sizes = segments.rows * sequences, segments.columns * sequences
     return torch.tensor([[*itertools.accumulate(x, initial=0)] for x in sizes], dtype=torch.int32, device="cpu")
 
 
 class CudaKernel:
-    """The base class of kernels that call an operator for CUDA.
+    """Base class of kernels that call a CUDA operator.
 
     Attributes:
-        multiples: The number that must divide head_dim, for each dtype. Heads are padded with zeros, which change
-            nothing.
+        multiples: The required divisor of head_dim for each dtype. Heads are zero-padded, which leaves results
+            unchanged.
     """
 
     name: str
@@ -190,7 +188,7 @@ class CudaKernel:
         return torch.nn.functional.pad(x, (0, padding)) if padding else x
 
     def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Call the operator's forward. For several blocks the tensors have no dimension B.
+        """Call the operator's forward function. For several blocks, the tensors have no dimension B.
 
         Args:
             call: The other arguments.
@@ -199,20 +197,24 @@ class CudaKernel:
             v: (B, n, Hkv, D).
 
         Returns:
-            (out, lse), out as q, and lse (B, Hq, m).
+            (out, lse), with out in the shape of q, and lse (B, Hq, m).
         """
         raise NotImplementedError
 
     def gradients(
         self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call the operator's backward, with tensors as in `attend` and a contiguous lse. Returns (dq, dk, dv)."""
+        """Call the operator's backward function, with the arguments of `attend` and a contiguous lse. Return (dq, dk,
+        dv).
+        """
         raise NotImplementedError
 
 
 class CudaFlash(CudaKernel):
-    """PyTorch's flash attention, or its replacement by `torch.nn.attention.activate_flash_attention_impl`
-    (FlashAttention 3 or 4)."""
+    """PyTorch's flash attention.
+
+    `torch.nn.attention.activate_flash_attention_impl` may replace the operator by FlashAttention 3 or 4.
+    """
 
     name = "cuda_flash"
     support = CudaKernel.support._replace(workspace=name)
@@ -232,14 +234,15 @@ class CudaFlash(CudaKernel):
 
     def keywords(self, call: OperatorCall) -> dict[str, Any]:
         if call.causal or call.left == call.right == -1:
-            return {"scale": call.scale}  # FlashAttention 4 takes no window, even one without limits
+            return {"scale": call.scale}  # FlashAttention 4 supports no window, not even an unlimited one
         return {"scale": call.scale, "window_size_left": call.left, "window_size_right": call.right}
 
 
 class CudaEfficient(CudaKernel):
-    """PyTorch's memory-efficient attention, for fp32, large heads and GPUs before Ampere. The operator takes the same
-    number of key/value heads and query heads, and a window with a causal edge. Its forward aligns a window to the lower
-    right corner, its backward to the upper left corner.
+    """PyTorch's memory-efficient attention, for fp32, large heads and GPUs before Ampere.
+
+    The operator supports equal numbers of query and key/value heads, and windows with a causal edge. The forward
+    function aligns a window to the lower right corner, and the backward function to the upper left corner.
     """
 
     name = "cuda_efficient"
@@ -249,14 +252,14 @@ class CudaEfficient(CudaKernel):
     max_head_dim = 1024
 
     def least_capability(self, dtype: torch.dtype) -> tuple[int, int]:
-        # before Volta dq in fp32 is added to memory that nobody cleared, unless its rows see key 0
+        # before Volta, fp32 dq is added to uninitialized memory unless its rows see key 0
         return {torch.bfloat16: (8, 0), torch.float32: (7, 0)}.get(dtype, (0, 0))
 
     def check_keys(self, heads: int, head_dim: int, keys: int) -> None:
-        """Raise KernelError for more keys than a launch may have.
+        """Raise KernelError for more keys than one launch supports.
 
-        Forward counts the elements before a key in 32 bits, and backward counts blocks of 64 keys in 16 bits: beyond
-        these limits they would silently read other keys or omit gradients.
+        The forward kernel indexes elements with 32 bits, and the backward kernel indexes blocks of 64 keys with 16
+        bits. With more keys, the kernels would silently read wrong keys or omit gradients.
         """
         most = min(1 + MAX_INT // (heads * head_dim), 64 * MAX_SHORT)
         if keys > most:
@@ -277,11 +280,11 @@ class CudaEfficient(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, (k, v) = k.shape[2], (self.in_reach(_repeat_heads(x, q)) for x in (k, v))
         above = call.columns - call.rows if call.left >= 0 else 0
-        if above:  # a square, where both corners are one; rows of lse inf see nothing
+        if above:  # pad to a square, so that both alignments agree; rows with lse inf see nothing
             do, q, out = (torch.nn.functional.pad(x, (0, 0, 0, 0, above, 0)) for x in (do, q, out))
             call = dataclasses.replace(call, rows=call.columns)
         lse = torch.nn.functional.pad(lse, (above, -q.shape[1] % 32), value=torch.inf)
-        # in half precision the operator reads out as if it were contiguous
+        # in half precision, the operator assumes a contiguous out
         dq, dk, dv, _ = compat.efficient_backward(
             do, q, k, v, None, out.contiguous(), None, None, call.rows, call.columns, lse, 0.0, _random_state(q),
             _random_state(q), self.mask(call), False, **self.keywords(call),
@@ -292,13 +295,14 @@ class CudaEfficient(CudaKernel):
         return dq, *(x.unflatten(2, (heads, -1)).sum(3) for x in (dk, dv))
 
     def in_reach(self, x: Tensor) -> Tensor:
-        """Return k or v, copied if rows are so far apart that 32 bits would not reach the last one (`check_keys`)."""
+        """Return k or v, copied if 32-bit offsets could not reach its last row (see `check_keys`)."""
         self.check_keys(x.shape[2], x.shape[3], x.shape[1])
         return x.contiguous() if (x.shape[1] - 1) * x.stride(1) > MAX_INT else x
 
     def mask(self, call: OperatorCall) -> int:
-        """Return the operator's mask: 0 none, 1 causal from the upper left corner, as torch calls it, 2 from the lower
-        right."""
+        """Return the operator's mask: 0 for none, 1 for causal from the upper left corner, 2 for causal from the lower
+        right.
+        """
         return 0 if call.right else 1 if call.rows == call.columns else 2
 
     def keywords(self, call: OperatorCall) -> dict[str, Any]:
@@ -306,11 +310,13 @@ class CudaEfficient(CudaKernel):
 
 
 class Cudnn(CudaKernel):
-    """cuDNN's attention, which is used if requested by name, or if no earlier kernel can take the blocks. It takes full
-    and causal blocks of at least two rows and two keys.
+    """cuDNN's attention, used if requested by name or if no earlier kernel supports the blocks.
+
+    The operator supports full and causal blocks with at least two rows and two keys.
 
     Attributes:
-        lse_is_4d: Whether the operator's lse has a fourth dimension. Forward sets it, for backward.
+        lse_is_4d: Whether the operator's lse has four dimensions. The forward pass sets the attribute for the backward
+            pass.
     """
 
     name = "cudnn"
@@ -351,7 +357,7 @@ class Cudnn(CudaKernel):
     def gradients(
         self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # older versions want do and out of the same strides
+        # older versions require equal strides of do and out
         operands = (x.transpose(1, 2) for x in (do.contiguous(), q, k, v, out.contiguous()))
         grads = compat.cudnn_backward(
             *operands, lse.unsqueeze(-1) if self.lse_is_4d else lse, _random_state(q), _random_state(q),
@@ -365,8 +371,8 @@ class FlashAttn(CudaKernel):
     """The kernel of the flash-attn package, version 2.7 or later.
 
     Attributes:
-        package: (its module, its distribution, the oldest version).
-        install: How to install it.
+        package: (module, distribution, minimum version).
+        install: Installation instructions.
     """
 
     name = "flash_attn"
@@ -382,7 +388,7 @@ class FlashAttn(CudaKernel):
 
     def reasons(self, spec: BlockSpec) -> list[str]:
         reasons = super().reasons(spec)
-        if not reasons and (missing := import_reason(*self.package)):  # imports only what could be used
+        if not reasons and (missing := import_reason(*self.package)):  # import only if usable
             reasons.append(f"{missing} ({self.install})")
         return reasons
 
@@ -396,12 +402,12 @@ class FlashAttn(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         function, lengths = self.function("backward", call)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        deterministic = torch.are_deterministic_algorithms_enabled()  # as in torch's own flash attention
+        deterministic = torch.are_deterministic_algorithms_enabled()  # same as in torch's own flash attention
         function(do, q, k, v, out, lse, *grads, *lengths, deterministic=deterministic, **self.keywords(call))
         return grads
 
     def function(self, direction: str, call: OperatorCall) -> tuple[Any, tuple]:
-        """Return the package's function for one block or for several, and the lengths that it takes."""
+        """Return the package's function for one block or several blocks, with its length arguments."""
         several = call.first_rows is not None
         return compat.flash_attn_function(direction, several), call.lengths if several else ()
 
@@ -418,8 +424,9 @@ class FlashAttn(CudaKernel):
 
 
 class FlashAttn3(FlashAttn):
-    """FlashAttention 3, for compute capability 9.x: the package of flash-attention's folder hopper. v may have another
-    width than q and k: 97 to 128 with 129 to 192, or any width with at most 64.
+    """FlashAttention 3 for compute capability 9.x, from the folder hopper of flash-attention.
+
+    The width of v may differ from the width of q and k: 97 to 128 with 129 to 192, or any width with at most 64.
     """
 
     name = "flash_attn_3"
@@ -462,30 +469,32 @@ class FlashAttn3(FlashAttn):
 
 @functools.cache
 def import_reason(module: str, distribution: str, oldest: str) -> str | None:
-    """Return why a package cannot be used, or None if it can. It is imported once: a package built for another torch is
-    installed, but cannot be imported.
+    """Return the reason why a package is unusable, or None.
+
+    The package is actually imported, once per process, since a package built for another torch version is installed but
+    cannot be imported.
     """
     try:
         version = Version(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:  # also for a folder of that name that is no package
+    except importlib.metadata.PackageNotFoundError:  # also for a folder with this name that is not a package
         return f"needs the package {distribution}"
     if version < Version(oldest):
         return f"needs {distribution} {oldest} or later, not {version}"
     try:
         importlib.import_module(module)
-    except Exception as error:  # ImportError, OSError for a library, RuntimeError for a GPU that it is not for
+    except Exception as error:  # ImportError, OSError for a library, RuntimeError for an unsupported GPU
         said = " ".join(str(error).split())
         return f"needs a {distribution} that imports; {version} raises {type(error).__name__}: {said}"
     return None
 
 
 def _random_state(q: Tensor) -> Tensor:
-    """Return a random state for operators, which read it only if dropout > 0."""
+    """Return a placeholder for the random state, which operators read only if dropout > 0."""
     return torch.empty(0, dtype=torch.int64, device=q.device)
 
 
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Return k or v with each head repeated for all of its query heads."""
+    """Repeat each head of k or v for all of its query heads."""
     return x if x.shape[2] == q.shape[2] else x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
@@ -507,7 +516,7 @@ def _slowness(kernel: Kernel, spec: BlockSpec) -> str:
     )
 
 
-# the fast ones for GPUs, where memory-efficient attention takes what flash does not, then that for CPUs
+# GPU kernels from fastest to most general, then the CPU kernel
 FAST = (FlashAttn3(), FlashAttn(), CudaFlash(), Cudnn(), CudaEfficient(), CpuFlash())
 kernels.register_first(*FAST)
 kernels.SLOW.append(_slowness)

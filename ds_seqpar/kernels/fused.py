@@ -1,4 +1,4 @@
-"""Register the Triton kernels of `triton_ops`. Without them a GPU computes the same in several operations."""
+"""Register the Triton kernels of `triton_ops`. Without Triton, GPUs compute the same results in several operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core.runtime.kernels import accumulate
 
 
 def ops(x: Tensor) -> Any:
-    """Return the namespace of the ops if they take x, otherwise None. They compute in fp32, on CUDA devices."""
+    """Return the namespace of the ops if they support x (CUDA, not fp64), otherwise None. The ops compute in fp32."""
     if not x.is_cuda or x.dtype == torch.float64:
         return None
     if why := missing():
@@ -24,10 +24,9 @@ def ops(x: Tensor) -> Any:
 
 @functools.cache
 def missing() -> str:
-    """Return why this process has no Triton kernels, "" if it has them.
+    """Return the reason why this process has no Triton kernels; "" if the kernels are available.
 
-    Triton compiles a part of itself for Python before it launches anything, with the machine's C compiler. There may be
-    no compiler.
+    Before its first launch, Triton compiles a Python extension with the machine's C compiler, which may be missing.
     """
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         return "they need a GPU of compute capability 8.0 (Ampere) or later"

@@ -1,9 +1,10 @@
-"""Triton kernels for GPUs: the merge of the online softmax, delta, and the output that stands for delta, each in one
+"""Triton kernels for GPUs: the merge of the online softmax, delta, and the output that replaces delta, each in one
 launch.
 
-Each computes the function of its name in fp32 (`accumulate.merge_`, `dense.rowsum`, `dense.out_with_rowsum`), and needs
-no memory of its own. They are ops, so that they also work on fake tensors, which a kernel cannot read. Tensors may have
-any strides: (B, n, H, D), or (B, groups, n, H, D) for the groups of a launch.
+Each kernel computes the function of the same name in fp32 (`accumulate.merge_`, `dense.rowsum`,
+`dense.out_with_rowsum`) without temporary memory. The kernels are registered as ops so that fake tensors can be traced
+through them. Tensors may have any strides, with the shape (B, n, H, D), or (B, groups, n, H, D) for the groups of a
+launch.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 2048  # of a tensor, for one program
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # fusion is no default from Triton 3.10 on
+ELEMENTS = 2048  # elements of a tensor per Triton program
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # since Triton 3.10, fusion is off by default
 
 
 @triton.jit
 def _begins(row, sizes, strides):
-    """Return where rows of four dimensions begin. Rows are counted in 32 bits, elements in 64."""
+    """Return the offsets of rows in a tensor with four row dimensions. Rows use 32 bits, offsets 64 bits."""
     fourth, rest = row % sizes[3], row // sizes[3]
     third, rest = rest % sizes[2], rest // sizes[2]
     second, first = rest % sizes[1], rest // sizes[1]
@@ -31,7 +32,7 @@ def _begins(row, sizes, strides):
 
 @triton.jit
 def _block(rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the rows and columns of a program, and masks of the rows and elements that exist."""
+    """Return the rows and columns of a Triton program, and masks of valid rows and elements."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
     return row, column, row < rows, (row < rows)[:, None] & (column < width)
 
@@ -77,7 +78,7 @@ def out_with_rowsum_kernel(
     x = tl.load(_elements(do, row, column, sizes, of_do), there, 0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), 1)
     largest = tl.where(largest > 0, largest, 1.0)
-    unit = x / largest[:, None]  # its greatest element is 1, or all are 0
+    unit = x / largest[:, None]  # the maximum element is 1, or all are 0
     square = tl.maximum(tl.sum(unit * unit, 1), 1.0, propagate_nan=tl.PropagateNan.ALL)
     factor = tl.load(delta + _begins(row, sizes, of_delta), is_row, 0.0).to(tl.float32) / largest / square
     tl.store(_elements(out, row, column, sizes, of_out), unit * factor[:, None], there)
@@ -90,9 +91,10 @@ def launch(
 
     Args:
         kernel: The kernel.
-        shape: The shape of the rows, with their width.
-        tensors: All tensors that the kernel takes.
-        strided: Those whose strides it takes: of rows with their width, or of one number a row. Others are contiguous.
+        shape: The shape of the rows, including their width.
+        tensors: All tensor arguments of the kernel.
+        strided: The tensors whose strides are passed, each with rows of the given width or one number per row. All
+            other tensors are contiguous.
     """
     *sizes, width = [1] * (5 - len(shape)) + list(shape)
     rows = sizes[0] * sizes[1] * sizes[2] * sizes[3]
@@ -100,7 +102,7 @@ def launch(
         return
     at_once = max(1, ELEMENTS // triton.next_power_of_2(width))
     strides = [_strides(x.stride(), len(shape) - 1, sizes) for x in strided]
-    with torch.cuda.device_of(tensors[0]):  # Triton takes the current device
+    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
         kernel[triton.cdiv(rows, at_once),](
             *tensors, tuple(sizes), *strides, rows, width, ROWS=at_once, WIDTH=triton.next_power_of_2(width),
             **OPTIONS,
@@ -108,7 +110,7 @@ def launch(
 
 
 def _strides(strides: Sequence[int], dims: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of the four dimensions of rows, 0 for dimensions of one element, and the stride in a row."""
+    """Return the strides of the four row dimensions, 0 for dimensions of size 1, and the stride within a row."""
     rows = [*[0] * (4 - dims), *strides[:dims]]
     return *(stride if size > 1 else 0 for stride, size in zip(rows, sizes, strict=True)), *strides[dims:]
 
@@ -130,7 +132,7 @@ def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
     return out
 
 
-# schema -> what launches a kernel, and what its result is like
+# schema -> (function that launches the kernel, fake implementation)
 OPS = {
     "merge_(Tensor(a!) out, Tensor(b!) lse, Tensor new_out, Tensor new_lse) -> ()": (merge_, lambda *_: None),
     "rowsum(Tensor do, Tensor out) -> Tensor": (

@@ -1,7 +1,7 @@
-"""Tiles joined to launches of a kernel that supports windows and segments.
+"""Join tiles to launches of a kernel that supports windows and segments.
 
-Neighboring rows are joined to regions. In a region both ends of a row's visible columns stay or move by one column per
-row, like a window's edges. Consecutive regions of one window are one launch.
+Adjacent rows are joined to regions. From row to row of a region, each end of the visible columns either stays or moves
+by one column, like the edge of a window. Consecutive regions with the same window form one launch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from ..core.compiler.tiles.tiles import Piece, Segments, Tile
 
-# rows or columns between two regions of a launch: they have no visible pair, and cost less than another launch
+# maximum rows or columns between two regions of a launch; computing the gap is cheaper than another launch
 MAX_GAP = 512
-OPEN_LAUNCHES = 8  # the number of last launches that a region may still join
+OPEN_LAUNCHES = 8  # number of recent launches that a region may join
 
 
 class _Region(NamedTuple):
-    """Rows [q0, q1); the first sees columns [a0, b0) and the last sees [a1, b1).
+    """Rows [q0, q1); the first row sees columns [a0, b0), and the last row sees [a1, b1).
 
-    From row to row the left end first stays, then moves on by one per row to a1. The right end moves on by one per row
-    up to b1, and then stays.
+    From row to row, the left end first stays and then moves by one column per row to a1. The right end moves by one
+    column per row to b1 and then stays.
     """
 
     q0: int
@@ -41,30 +41,30 @@ class _Region(NamedTuple):
 
     @property
     def left(self) -> int:
-        """The window's distance to the left, as in `Segments`; -1 if this edge hides nothing."""
+        """Window distance to the left, as in `Segments`; -1 if the left edge hides nothing."""
         return -1 if self.a0 == self.a1 else self.b1 - self.a1 - 1
 
     @property
     def right(self) -> int:
-        """The window's distance to the right; -1 if this edge hides nothing."""
+        """Window distance to the right; -1 if the right edge hides nothing."""
         return -1 if self.b0 == self.b1 else self.rows - 1 - (self.b1 - self.b0)
 
     def visible(self, row: int) -> tuple[int, int]:
-        """Return the columns [a, b) that a row sees."""
+        """Return the columns [a, b) that are visible from a row."""
         return max(self.a0, self.a1 - (self.q1 - 1 - row)), min(self.b1, self.b0 + row - self.q0)
 
     def extended(self, piece: Piece) -> _Region | None:
-        """Return the region extended by the piece's rows, or None if together they are not a region."""
+        """Return the region extended by the piece's rows, or None if the result is not a region."""
         a1, b1 = piece.at(piece.q1 - 1)
         longer = _Region(self.q0, piece.q1, self.a0, a1, self.b0, b1)
         same = longer.visible(self.q1 - 1) == (self.a1, self.b1) and longer.visible(piece.q0) == (piece.a, piece.b)
         return longer if same else None
 
     def allowed(self, windows: int) -> bool:
-        """Return whether a kernel supports the region's window. For `windows` see `KernelSupport`.
+        """Return whether a kernel supports the region's window. For `windows`, see `KernelSupport`.
 
-        PyTorch and flash-attn treat a distance of all columns as no limit; with a left limit, they treat a missing
-        right limit as a distance of all columns.
+        PyTorch and flash-attn interpret a distance of all columns as unlimited. With a left limit, both libraries
+        interpret a missing right limit as a distance of all columns.
         """
         if windows == 1:
             return self.right <= 0 and (self.left < 0 or self.right == 0)
@@ -72,7 +72,7 @@ class _Region(NamedTuple):
 
 
 def joined(tiles: Sequence[Tile], windows: int, segments: bool) -> Iterator[Tile]:
-    """Return launches that make the same pairs visible. For `windows` and `segments` see `launches.KernelSupport`."""
+    """Return launches that make the same pairs visible as the tiles do. For the arguments, see `KernelSupport`."""
     launches: list[_Launch] = []
     for region in sorted(_regions(tiles, windows)):
         if not region.allowed(windows):
@@ -83,9 +83,9 @@ def joined(tiles: Sequence[Tile], windows: int, segments: bool) -> Iterator[Tile
 
 
 def _upper(region: _Region) -> Iterator[Tile]:
-    """Yield the tiles of a region whose left edge moves while its right one stays.
+    """Yield the tiles of a region with a moving left edge and a fixed right edge.
 
-    They are for a kernel that needs a causal edge: in reverse order of rows and columns, the left edge is causal.
+    The tiles are for kernels that require a causal edge: with reversed rows and columns, the left edge is causal.
     """
     q0, q1, a0, _, _, b1 = region
     yield Tile(q0, q1, a0, a0 + region.rows, "upper")
@@ -94,7 +94,7 @@ def _upper(region: _Region) -> Iterator[Tile]:
 
 
 def _regions(tiles: Sequence[Tile], windows: int) -> Iterator[_Region]:
-    """Yield the visible part of all tiles as regions, each as long as a kernel supports it."""
+    """Yield the visible part of all tiles as regions, each extended as far as the kernel's windows allow."""
     growing: list[_Region] = []
     for row, pieces in _side_by_side([piece for tile in tiles for piece in _pieces(tile)]):
         yield from (region for region in growing if region.q1 < row)
@@ -112,11 +112,11 @@ def _regions(tiles: Sequence[Tile], windows: int) -> Iterator[_Region]:
 
 
 def _pieces(tile: Tile) -> Iterator[Piece]:
-    """Yield the columns that a tile's rows see, in pieces with straight edges."""
+    """Yield the visible columns of a tile, in pieces with straight edges."""
     q0, q1, k0, k1 = tile[:4]
     rows, columns = q1 - q0, k1 - k0
     a_moves = int(tile.kind in ("upper", "band"))
-    first = {"causal": 1, "band": tile.width}.get(tile.kind, columns)  # number of columns that the first row sees
+    first = {"causal": 1, "band": tile.width}.get(tile.kind, columns)  # number of visible columns in the first row
     moving = min(rows, columns - first + 1) if tile.kind in ("causal", "band") else 0
     if moving:
         yield Piece(q0, q0 + moving, k0, a_moves, k0 + first, 1)
@@ -125,9 +125,9 @@ def _pieces(tile: Tile) -> Iterator[Piece]:
 
 
 def _side_by_side(pieces: list[Piece]) -> Iterator[tuple[int, list[Piece]]]:
-    """Cut all pieces at each row where one of them begins or ends.
+    """Cut all pieces at every row where some piece begins or ends.
 
-    Yields this row, and the pieces from there to the next such row, with neighbors joined.
+    Yield (row, pieces from this row to the next cut), after joining adjacent pieces.
     """
     pieces = sorted(pieces)
     rows = sorted({piece.q0 for piece in pieces} | {piece.q1 for piece in pieces})
@@ -149,14 +149,14 @@ def _side_by_side(pieces: list[Piece]) -> Iterator[tuple[int, list[Piece]]]:
 
 
 class _Launch:
-    """Regions of one window, each after the rows and columns of the previous one."""
+    """Regions with one window, each after the rows and columns of the previous region."""
 
     def __init__(self, region: _Region) -> None:
         self.regions, self.left, self.right = [region], region.left, region.right
         self.min_distances = _min_distances(region)
 
     def join(self, region: _Region) -> bool:
-        """Add the region if one window shows all regions as they are. Return whether it was added."""
+        """Add the region if a single window shows all regions correctly. Return whether the region was added."""
         last = self.regions[-1]
         if not (0 <= region.q0 - last.q1 <= MAX_GAP and 0 <= region.a0 - last.b1 <= MAX_GAP):
             return False
@@ -165,7 +165,7 @@ class _Launch:
             return False
         needed = _min_distances(region)
         distances = max(self.min_distances[0], needed[0]), max(self.min_distances[1], needed[1])
-        # an edge must hide nothing of regions without one; for a left edge without a right one see `allowed`
+        # an edge must hide nothing in regions without that edge; for a left edge without a right edge, see `allowed`
         hides = 0 <= left < distances[0] or 0 <= right < distances[1]
         if hides or (left >= 0 > right and any(member.rows > member.columns for member in (*self.regions, region))):
             return False
@@ -174,8 +174,8 @@ class _Launch:
         return True
 
     def tile(self) -> Tile:
-        """Return the launch as a tile: a batch if all regions are the same, otherwise segments with the gaps between
-        them.
+        """Return the launch as a tile: groups if all regions are equal and evenly spaced, otherwise segments including
+        the gaps.
         """
         first, last = self.regions[0], self.regions[-1]
         pairs = [*itertools.pairwise(self.regions)]
@@ -202,5 +202,5 @@ class _Launch:
 
 
 def _min_distances(region: _Region) -> tuple[int, int]:
-    """Return the least (left, right) distances of a window that hide nothing; 0 if the region has that edge."""
+    """Return the minimum (left, right) window distances that hide nothing; 0 for an edge that the region has."""
     return (region.columns - 1 if region.left < 0 else 0), (region.rows - 1 if region.right < 0 else 0)

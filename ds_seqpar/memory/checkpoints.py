@@ -1,9 +1,9 @@
-"""Checkpoints in which attention runs once: the first run saves what attention returns, and the second replays it.
+"""Checkpoints that compute attention once: the first run saves attention's results, and the second run replays them.
 
-So attention's forward, with everything that it sends, runs once per step (DistFlashAttn, section 3.3). A checkpoint
-runs a function, frees the tensors that it made, and runs it again when gradients are needed. Saved results are matched
-to calls of attention only by the order of the calls. So any kind of checkpoint works, and operations around attention
-may differ between the two runs.
+A checkpoint runs a function, frees the intermediate tensors, and runs the function again when gradients are needed.
+With replay, attention's forward pass and its communication run once per step (DistFlashAttn, section 3.3). Saved
+results are matched to attention calls by call order only. Every kind of checkpoint is therefore supported, and
+operations around attention may differ between the two runs.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Result = TypeVar("Result")
 
 
 class Replay(seam.Replay):
-    """The results of attention in one checkpointed call of a function, in the order of the calls of attention.
+    """Attention results of one checkpointed function call, in the order of the attention calls.
 
     Args:
-        saves: whether the first run saves them.
-        store: the host memory that they are copied to; None leaves them on the device.
+        saves: Whether the first run saves results.
+        store: The host memory for saved results; None keeps them on the device.
     """
 
     outer: Replay | None = None
 
     def __init__(self, saves: bool, store: Store | None) -> None:
-        self.saved: deque[list[HostTensor | Tensor]] = deque()  # results that no later run has replayed yet
-        # those that each `HeadChunkResults` of this call holds
+        self.saved: deque[list[HostTensor | Tensor]] = deque()  # results not yet replayed by a later run
+        # the results in each HeadChunkResults of this call
         self.head_chunk_results: list[list[list[HostTensor | Tensor]]] = []
-        # whether results are saved; whether a checkpoint saves them: a head chunk's own backward may without one
+        # checkpoint_saves is False if only a head chunk's own backward saves results
         self.saves = self.checkpoint_saves = saves
-        self.runs, self.store = 0, store  # runs: how often the function was run
+        self.runs, self.store = 0, store  # runs: number of times the function has run
 
     def pack(self, result: Tensors) -> list[HostTensor | Tensor]:
         """Return the tensors of a result without their graph, in host memory if there is a store."""
@@ -54,12 +54,12 @@ class Replay(seam.Replay):
         return [pack(x.detach()) for x in result]  # the caller's tensors become part of a graph
 
     def unpack(self, packed: list[HostTensor | Tensor]) -> Tensors:
-        """Return the tensors of a packed result: the inverse of `pack`."""
+        """Return the tensors of a packed result. The inverse of `pack`."""
         unpack = (lambda x: x) if self.store is None else self.store.unpack
         return tuple(map(unpack, packed))
 
     def run(self, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
-        """Run the function. Attention inside it finds this replay."""
+        """Run the function, with this Replay active for attention inside."""
         self.runs += 1
         self.which_run = "first run" if self.runs == 1 else "run again"
         if self.runs > 2:
@@ -73,16 +73,16 @@ class Replay(seam.Replay):
 
     @property
     def has_next(self) -> bool:
-        """Whether this is a later run whose next result was saved here."""
+        """Whether the function is being repeated and the next result is saved in this Replay."""
         return self.runs > 1 and bool(self.saved)
 
     @property
     def replays_next(self) -> bool:
-        """Whether the next result was saved, here or in a checkpoint around this one."""
+        """Whether the next result is saved in this Replay or in one of an enclosing checkpoint."""
         return self.has_next or (self.outer is not None and self.outer.replays_next)
 
     def next_result(self) -> Tensors | None:
-        """Return the next result if it was saved here or in a checkpoint around this one, otherwise None."""
+        """Return the next result, or None if neither this Replay nor an enclosing one has saved it."""
         if self.has_next:
             return self.unpack(self.saved.popleft())
         result = None if self.outer is None else self.outer.next_result()
@@ -91,7 +91,7 @@ class Replay(seam.Replay):
         return result
 
     def save(self, result: Tensors) -> None:
-        """Save a result, if this is the first run and results are saved."""
+        """Save a result during the first run, if saving is enabled."""
         if self.runs == 1 and self.saves:
             self.saved.append(self.pack(result))
 
@@ -109,12 +109,13 @@ class Replay(seam.Replay):
 
 
 class HeadChunkReplay(Replay):
-    """The results of attention in a function whose own backward runs it again, as with head chunks. The function's
-    caller saves the results, and passes them to the replay of the second run.
+    """Attention results of a function that runs again in its own backward pass, as with head chunks.
+
+    The function's caller saves the results of the first run, and passes them to the replay of the second run.
 
     Args:
-        results: of the first run; None: this is the replay of the first run.
-        checkpoint_saves: for the second run, the value from the first run's replay.
+        results: The results of the first run; None for the replay of the first run.
+        checkpoint_saves: For the second run, the value from the first run's replay.
     """
 
     def __init__(self, results: Tensors | None = None, checkpoint_saves: bool = False) -> None:
@@ -132,10 +133,10 @@ class HeadChunkReplay(Replay):
 
 
 class HeadChunkResults:
-    """A stack of head chunks' results, for a backward that runs head chunks again inside a checkpointed function.
+    """A stack of head chunks' results, for a backward pass that runs head chunks again inside a checkpointed function.
 
-    It is filled only in the function's second run, just before backward. The results are copied to host memory if the
-    checkpoint's results are. Backward takes the last head chunk first, and meanwhile the previous one is fetched.
+    The stack is filled only in the function's second run, shortly before the backward pass. Results are copied to host
+    memory if the checkpoint's results are. Backward pops the last head chunk first, while the previous one is fetched.
     """
 
     def __init__(self, replay: Replay) -> None:
@@ -144,21 +145,21 @@ class HeadChunkResults:
 
     @classmethod
     def in_checkpoint(cls) -> HeadChunkResults | None:
-        """Return a stack for the checkpointed function that runs now; None outside a checkpoint."""
+        """Return a stack for the current checkpointed function; None outside a checkpoint."""
         replay = current()
         return None if replay is None else cls(replay)
 
     def push(self, result: Tensors) -> None:
-        """Add a head chunk's result, if this is the function's second run."""
+        """Push a head chunk's result, during the function's second run only."""
         if self.replay.runs > 1:
             self.replay.head_chunk_results[self.number].append(self.replay.pack(result))
 
     def pop(self) -> Tensors:
-        """Remove the last head chunk's result from the stack, and return it."""
+        """Pop the last head chunk's result."""
         return self.replay.unpack(self.replay.head_chunk_results[self.number].pop())
 
     def on_device(self) -> list[Any]:
-        """Return the results still on the stack, to be changed in place; empty if they are in host memory."""
+        """Return the remaining results for modification in place; empty if the results are in host memory."""
         return self.replay.head_chunk_results[self.number] if self.replay.store is None else []
 
 
@@ -169,14 +170,15 @@ _current: ContextVar[Replay | None] = ContextVar("ds_seqpar_replay", default=Non
 def replaying(
     function: Callable[..., Result], store: Store | None = None, *, saves: bool = True
 ) -> Callable[..., Result]:
-    """Return the function for one call of a checkpoint: `checkpoint(replaying(layer), x)`.
+    """Return the function for one call of a checkpoint, as in `checkpoint(replaying(layer), x)`.
 
-    The second run consumes what the first one saved. A third run, with a retained graph, computes attention again.
+    The second run consumes the results saved by the first run. A third run, with a retained graph, recomputes
+    attention.
 
     Args:
-        function: what the checkpoint runs.
-        store: host memory for what is saved; None leaves it on the device.
-        saves: if False, nothing is saved, but attention is marked as checkpointed.
+        function: The function that the checkpoint runs.
+        store: The host memory for saved results; None keeps them on the device.
+        saves: If False, nothing is saved, but attention is still marked as checkpointed.
     """
     replay = Replay(saves, store)
 
@@ -188,10 +190,10 @@ def replaying(
 
 
 def current() -> Replay | None:
-    """Return the replay of the innermost checkpoint around this call; None outside a checkpoint.
+    """Return the replay of the innermost enclosing checkpoint, or None.
 
-    Also None in one of torch's own checkpoints inside ours. It recomputes after ours has ended, and must find no replay
-    in forward either.
+    Also return None inside one of torch's own checkpoints that is nested in ours. The recomputation of torch's
+    checkpoint starts after ours has ended, so its first run must not use a replay either.
     """
     found = _current.get()
     frame: FrameType | None = sys._getframe(1)
@@ -206,14 +208,14 @@ seam.finders.append(current)
 
 
 class Checkpoint:
-    """A checkpoint function, `checkpoint(function, *args, **kwargs)`, in which attention runs once if `saves`.
+    """A checkpoint function, `checkpoint(function, *args, **kwargs)`, that computes attention once if `saves` is True.
 
-    In compiled code the compiler decides what is saved.
+    In compiled code, the compiler decides which tensors to save.
 
     Args:
-        checkpoint: the checkpoint function that it calls.
-        saves: whether results of attention are saved.
-        store: host memory for the tensors that are saved; None leaves them on the device.
+        checkpoint: The wrapped checkpoint function.
+        saves: Whether to save the results of attention.
+        store: The host memory for saved tensors; None keeps them on the device.
     """
 
     def __init__(self, checkpoint: Callable[..., Any], saves: bool, store: Store | None = None) -> None:

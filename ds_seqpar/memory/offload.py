@@ -1,10 +1,10 @@
-"""Checkpoints in host memory: saved tensors are copied out while the next layers are computed, and copied back before
-backward.
+"""Checkpoints in host memory: saved tensors are copied to the host while later layers run, and copied back in backward.
 
-On CUDA each direction has a stream. At most `PENDING_COPIES` tensors are kept on the device until their copies end, and
-one tensor is copied in ahead of the one in use. Host memory is pinned and reused in every step. It is allocated in
-pieces, since torch rounds pinned memory up to a power of two. On CPUs the same code copies into the same kind of pool,
-without streams. This does not save memory, but it tests that the tensors copied back equal the saved ones.
+On CUDA, each direction has its own stream. At most `PENDING_COPIES` tensors stay on the device until their copies
+finish, and one tensor is prefetched ahead of the tensor in use. Host memory is pinned, and reused in every step. Host
+memory is allocated in pieces, since torch rounds pinned allocations up to powers of two. On CPUs, tensors are copied
+into a similar pool without streams. These copies save no memory, but let tests check that restored tensors equal the
+saved ones.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ PENDING_COPIES = 2
 
 
 class HostTensor:
-    """A tensor in pieces of host memory, which return to the store's pool when it is deleted."""
+    """A tensor in pieces of host memory. Deleting the HostTensor returns the pieces to the store's pool."""
 
-    copied_out: Any = None  # event at the end of its copy out
-    copied_in: Any = None  # event at the end of its copy in
-    on_device: Tensor | None = None  # its tensor, from the start of the copy in until it is used
+    copied_out: Any = None  # event at the end of the copy to the host
+    copied_in: Any = None  # event at the end of the copy to the device
+    on_device: Tensor | None = None  # the tensor, from the start of the copy to the device until it is used
 
     def __init__(self, store: Store, x: Tensor) -> None:
         self.store, self.device, self.shape, self.dtype = store, x.device, x.shape, x.dtype
         full_pieces, remainder = divmod(x.numel() * x.element_size(), HOST_PIECE)
-        self.previous = store.last  # the one that was copied out before it
-        self.pieces: list[Tensor] = []  # those allocated go back to the pool even where the next allocation fails
+        self.previous = store.last  # the tensor copied to the host before this one
+        self.pieces: list[Tensor] = []  # filled one by one: if an allocation fails, earlier pieces are freed
         for size in [HOST_PIECE] * full_pieces + [remainder] * (remainder > 0):
             self.pieces.append(store.allocate(size))
 
     def parts(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each piece with the bytes of `x` that it holds. x: contiguous, of this tensor's shape and dtype."""
+        """Yield (piece, bytes of `x` in this piece). `x` is contiguous, with the shape and dtype of the HostTensor."""
         yield from zip(self.pieces, x.view(-1).view(torch.uint8).split(HOST_PIECE), strict=True)
 
     def empty(self) -> Tensor:
-        """Return an uninitialized tensor of the same form on its device."""
+        """Return an uninitialized tensor of the same shape, dtype and device."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def __del__(self) -> None:
@@ -57,20 +57,20 @@ class Store:
     pinned = False
 
     def __init__(self) -> None:
-        # pieces that hold no tensor, by size in bytes, each with the event after which it may be written
+        # size in bytes -> (unused piece, event after which the piece may be written)
         self.free: dict[int, list[tuple[Tensor, Any]]] = defaultdict(list)
         self.last: weakref.ref[HostTensor] | None = None
-        self.bytes_allocated = self.bytes_in_use = 0  # ever taken from the host; those that hold a tensor now
+        self.bytes_allocated = self.bytes_in_use = 0  # total allocated; currently used by tensors
 
     def __deepcopy__(self, memo: dict) -> Store:
         return self
 
     def saving(self) -> contextlib.AbstractContextManager:
-        """Return a context in which tensors that autograd saves are copied to host memory."""
+        """Return a context in which tensors saved by autograd are copied to host memory."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, x: Tensor) -> HostTensor | Tensor:
-        """Return a copy of x in host memory. Parameters, empty tensors and integer tensors are returned as they are."""
+        """Return a copy of x in host memory. Parameters, empty tensors and integer tensors are returned unchanged."""
         if isinstance(x, nn.Parameter) or not x.is_floating_point() or x.numel() == 0:
             return x
         packed = HostTensor(self, x)
@@ -79,11 +79,11 @@ class Store:
         return packed
 
     def unpack(self, packed: HostTensor | Tensor) -> Tensor:
-        """Return the packed tensor on its device: the inverse of `pack`."""
+        """Return the packed tensor on its device. The inverse of `pack`."""
         return self.copy_in(packed) if isinstance(packed, HostTensor) else packed
 
     def allocate(self, size: int) -> Tensor:
-        """Return `size` bytes of host memory, from the pool if it has a piece of that size."""
+        """Return `size` bytes of host memory, from the pool if the pool contains a piece of that size."""
         if self.free[size]:
             piece, unused = self.free[size].pop()
             self.wait(unused)
@@ -94,7 +94,7 @@ class Store:
         return piece
 
     def release(self, piece: Tensor, unused: Any) -> None:
-        """Return a piece to the pool. unused: the event after which nothing reads or writes it."""
+        """Return a piece to the pool. `unused` is the event after which nothing reads or writes the piece."""
         self.bytes_in_use -= piece.numel()
         self.free[piece.numel()].append((piece, unused))
 
@@ -109,18 +109,18 @@ class Store:
         return x
 
     def wait(self, event: Any) -> None:
-        """Make the next copy out wait for an event."""
+        """Make the next copy to the host wait for an event."""
 
 
 class StreamingStore(Store):
-    """A store for a CUDA device: its copies run in parallel with computation, each direction on its own stream."""
+    """A store for a CUDA device. Copies overlap with computation, on a separate stream for each direction."""
 
     pinned = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.to_host, self.to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.pending: deque[Any] = deque()  # events at the ends of copies out
+        self.pending: deque[Any] = deque()  # events at the ends of copies to the host
 
     def wait(self, event: Any) -> None:
         if event is not None:
@@ -132,7 +132,7 @@ class StreamingStore(Store):
         with torch.cuda.stream(self.to_host):
             for piece, content in packed.parts(x.contiguous()):
                 piece.copy_(content, non_blocking=True)
-        x.record_stream(self.to_host)  # its memory is not reused before the copy has ended
+        x.record_stream(self.to_host)  # prevents reuse of the memory before the copy has finished
         packed.copied_out = self.to_host.record_event()
         self.pending.append(packed.copied_out)
         if len(self.pending) > PENDING_COPIES:
@@ -146,17 +146,17 @@ class StreamingStore(Store):
         if packed.previous is not None and (previous := packed.previous()) is not None:
             self._start_copy_in(previous)
         assert x is not None
-        x.record_stream(compute)  # its memory is not reused by the next copy in before `compute` has used it
+        x.record_stream(compute)  # prevents the next copy from reusing the memory before `compute` has finished
         return x
 
     def _start_copy_in(self, packed: HostTensor) -> None:
-        """Start the copy, unless it was started ahead. It does not wait for pending work on the compute stream.
+        """Start copying to the device unless already started, without waiting for pending work on the compute stream.
 
         No wait is needed, since the copy writes to memory of the `to_device` stream. torch's caching allocator has a
-        pool of memory for each stream. A tensor's memory returns to the pool of the stream that was current when the
-        tensor was made. If `record_stream` has named another stream, the memory returns only after an event of that
-        stream, which is recorded when the tensor is freed. So no other stream still uses the memory that the allocator
-        returns here.
+        memory pool per stream. The memory of a tensor returns to the pool of the stream that was current when the
+        tensor was created. If `record_stream` has named another stream, the memory returns only after an event that is
+        recorded on that stream when the tensor is freed. Memory that the allocator returns for the copy is therefore
+        not in use by another stream.
         """
         if packed.on_device is not None:
             return

@@ -1,4 +1,4 @@
-"""Attention to kept keys and values: a cache that is divided among the ranks of the sequence."""
+"""Attention to cached keys and values that are distributed over the ranks of the sequence."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from ..core.runtime.seams import Inputs
 from ..core.runtime.transport import TorchComm
 
 STEP = "the exchange of a decode step"
-MOST = 2**18  # bytes of a rank's partial results, up to which every rank merges all
-Counts = Sequence[tuple[int, int]]  # for each row (first, end) of its keys among those that are kept
+MOST = 2**18  # maximum bytes of a rank's partial results for which every rank merges all results
+Counts = Sequence[tuple[int, int]]  # (first, end) of each row's keys in the cache
 
 
 def attend(
@@ -48,7 +48,7 @@ def attend(
 
 
 def check_kept(options: AttentionOptions) -> None:
-    """Raise InputError for options that attention to kept keys does not support."""
+    """Raise InputError for options that attention to cached keys does not support."""
     check_no_gradients(options.backward)
     if not isinstance(options.shards, UnevenShards):
         got = type(options.shards).__name__
@@ -58,7 +58,7 @@ def check_kept(options: AttentionOptions) -> None:
 
 
 def check_no_gradients(backward: bool) -> None:
-    """Raise InputError if attention to kept keys requires gradients."""
+    """Raise InputError if gradients are required, which attention to cached keys does not support."""
     if backward:
         raise InputError(
             "attention to kept keys has no backward; got tensors that require gradients, call it under torch.no_grad()"
@@ -66,7 +66,7 @@ def check_no_gradients(backward: bool) -> None:
 
 
 class Kept(Operator):
-    """Attention to kept keys, which has no backward."""
+    """Attention to cached keys, without a backward pass."""
 
     name = "attention to kept keys"
 
@@ -82,7 +82,8 @@ def decode(
 ) -> Tensor:
     """Compute `SequenceParallel.decode_attention`.
 
-    All ranks have the queries, and attend with their own keys. Partial results are sent to all ranks, which merge them.
+    All ranks have the queries, and each attends to its own cached keys. Afterwards, ranks exchange and merge their
+    partial results.
     """
     runtime = runtime.one_ring
     if agreed:
@@ -94,37 +95,37 @@ def decode(
     kernel, autocast = _kernel(runtime, q, k, scores.softcap), torch.is_autocast_enabled(q.device.type)
     with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
         part = _part(kernel, scores, q, k, v, counts)
-    if options.sinks is not None and runtime.rank == 0:  # one more score a head, whose value is 0
+    if options.sinks is not None and runtime.rank == 0:  # one additional score per head, with value 0
         merge_sinks_(part[..., :-1], part[..., -1], options.sinks)
     return merged_by_all(runtime, part).to(q.dtype)
 
 
 def _part(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None) -> Tensor:
-    """Return out and lse of a step's queries and this rank's keys, (rows, 1, heads, v_dim + 1) in the dtype of sums."""
+    """Return (out, lse) of a step's queries over this rank's keys as one tensor (rows, 1, heads, v_dim + 1)."""
     if counts is None:
         return _attend(kernel, scores, q, k, v)
     parts, end = [], 0
     for (first, last), rows in itertools.groupby(counts):
-        start, end = end, end + len([*rows])  # rows that have the same range of keys are computed together
+        start, end = end, end + len([*rows])  # consecutive rows with the same range of keys are computed together
         parts.append(_attend(kernel, scores, q[start:end], *(x[start:end, first:last] for x in (k, v))))
     return torch.cat(parts)
 
 
 def _attend(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return `_part` of rows over all of these keys."""
+    """Return the result of `_part` for rows that attend to all given keys."""
     rows, keys, kv_heads, dim = k.shape
     if not keys:
         out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q.dtype))
-    elif v.shape[3] != dim:  # kernels would need a padded copy of all keys or values
+    elif v.shape[3] != dim:  # a kernel would need a padded copy of all keys or values
         out, lse = attend_densely(q, k, v, False, *scores)
-    else:  # the queries of a key/value head are a tile's rows
+    else:  # the query heads of a key/value head form the rows of a tile
         out, lse = kernel.forward(q.reshape(rows, kv_heads, -1, dim).transpose(1, 2), k, v, False, scores.scale)
         out, lse = out.transpose(1, 2).reshape(q.shape), lse.transpose(1, 2).reshape(q.shape[:3])
     return torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
 
 
 def merged_by_all(runtime: Runtime, part: Tensor) -> Tensor:
-    """Return the output (rows, 1, heads, v_dim) of all ranks' parts (rows, 1, heads, v_dim + 1), in their dtype."""
+    """Merge the parts (rows, 1, heads, v_dim + 1) of all ranks to the output (rows, 1, heads, v_dim)."""
     merged = _exchanged(runtime, part)
     if not part.is_cpu:
         for observer in runtime.observers:
@@ -136,7 +137,7 @@ def _exchanged(runtime: Runtime, part: Tensor) -> Tensor:
     comm, size, width = runtime.comm, runtime.size, part.shape[-1]
     if size <= 2 or part.nbytes <= MOST:
         return _merged(comm.parts_of_all(part.view(-1), STEP).view(size, *part.shape))
-    results = part.view(-1, width)  # large: each rank merges as many of these for all
+    results = part.view(-1, width)  # large: each rank merges an equal share of the results
     share = -(-len(results) // size)
     sent = functional.pad(results, (0, 0, 0, share * size - len(results)))
     merged = _merged(comm.parts_of_all(sent.view(-1), STEP, shares=True).view(size, share, width))
@@ -145,15 +146,15 @@ def _exchanged(runtime: Runtime, part: Tensor) -> Tensor:
 
 
 def _merged(parts: Tensor) -> Tensor:
-    """Return the merged out (..., v_dim) of the parts of all ranks (ranks, ..., v_dim + 1)."""
+    """Merge the parts of all ranks (ranks, ..., v_dim + 1) to the output (..., v_dim)."""
     out, lses = parts.split([parts.shape[-1] - 1, 1], -1)
-    weights = lses.softmax(0).nan_to_num_()  # NaN where there is no score
+    weights = lses.softmax(0).nan_to_num_()  # NaN if there are no scores
     return (out * weights).sum(0)
 
 
 @functools.cache
 def _program(rank: int, size: int) -> op.Program:
-    """Return the work queued on a device in a step, for the watchdog."""
+    """Return a program that describes the work queued on a device in a step, for the watchdog."""
     gather = Gather(ranks=tuple(range(size)), kind="out", keys=tuple((block,) for block in range(size)))
     return op.Program(
         name="decode", direction="forward", rank=rank, size=size, words=(), slots=(), frees=(),
@@ -162,13 +163,13 @@ def _program(rank: int, size: int) -> op.Program:
 
 
 def _kernel(runtime: Runtime, q: Tensor, k: Tensor, softcap: float) -> Kernel:
-    """Return the kernel for a tile whose rows are the query heads that read the same key/value head."""
+    """Return the kernel for tiles whose rows are the query heads of a key/value head."""
     spec = BlockSpec(q.device.type, q.dtype, k.shape[2], k.shape[2], q.shape[3], softcap)
     return select(runtime.config.kernel, spec, is_deterministic())
 
 
 def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions) -> None:
-    """Check the inputs of a decode step on this rank, and compare them between the ranks. Collective."""
+    """Check the inputs of a decode step on this rank, and compare them between ranks. Collective."""
     error: SeqParError | None = None
     fields: dict[str, object] = {}
     try:
@@ -182,7 +183,7 @@ def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | N
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         fields |= {"scale": options.scale, "softcap": options.softcap, "sinks": describe(options.sinks)}
         fields["SequenceParallel"] = cast(TorchComm, runtime.comm).groups.number
-    except Exception as reason:  # a rank that raised alone would leave its peers waiting
+    except Exception as reason:  # if only one rank raised, the others would hang
         error = as_seqpar_error("a decode step needs inputs that can be read; reading them failed", reason)
     runtime.admit(Inputs("decode_attention", Compared("decode inputs", fields), {"q": q, "k": k, "v": v}), error)
 

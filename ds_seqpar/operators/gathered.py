@@ -1,6 +1,6 @@
-"""Tensors of all tokens of a sequence, gathered from its ranks in order of position, with gradients.
+"""Gather the tokens of a sequence from its ranks in order of position, with gradients.
 
-The callers' ranks have already agreed on the inputs, as in a patched model.
+The ranks must already have agreed on the inputs, as in a patched model.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..core.runtime.seams import GuardedCall
 from .segments import Segments, segments_of
 
 Context: TypeAlias = Any  # autograd's ctx
-NAME, KIND = "a gather of tokens", "gathered"  # in errors; under which its elements are counted
+NAME, KIND = "a gather of tokens", "gathered"  # names in errors and in statistics
 
 
 class Piece(NamedTuple):
     """Consecutive tokens of one document on one rank."""
 
-    place: int  # of its first token among the rank's
+    place: int  # index of its first token among the rank's tokens
     length: int
-    start: int  # the position of its first token
-    document: int  # the position at which its document begins
+    start: int  # position of its first token
+    document: int  # position of the first token of its document
 
     @property
     def end(self) -> int:
@@ -42,17 +42,17 @@ def segments(runtime: Runtime, tokens: int, shards: Shards | None, documents: tu
     """Return the segments of all SP ranks.
 
     Args:
-        runtime: This rank's.
-        tokens: Of this rank.
-        shards: As in `SequenceParallel.attention`; None: the configured layout's.
-        documents: The positions at which documents begin; () for one.
+        runtime: This rank's runtime.
+        tokens: Number of tokens on this rank.
+        shards: Same as in `SequenceParallel.attention`; None for the configured layout.
+        documents: Start positions of documents; () for a single document.
     """
     return segments_of(shards or runtime.shards(tokens * runtime.ulysses.size), documents, runtime.ulysses.size)
 
 
 @functools.lru_cache(maxsize=64)
 def pieces_of(segments: Segments, rows: int) -> tuple[tuple[Piece, ...], ...]:
-    """Return the pieces of each SP rank in order, each with at most this number of tokens."""
+    """Return the pieces of each SP rank in order, each with at most `rows` tokens."""
     return tuple(tuple(_pieces(segments, numbers, rows)) for numbers in segments.numbers)
 
 
@@ -70,10 +70,10 @@ def _pieces(segments: Segments, numbers: Sequence[int], rows: int) -> list[Piece
 
 
 class Gathered(torch.autograd.Function):
-    """x (B, local tokens, W) of each rank -> (B, tokens, W) of all, in order of position, on every rank.
+    """Gather x (B, local tokens, W) from each rank to (B, tokens, W) on every rank, in order of position.
 
-    Collective over the ranks of the sequence, in backward too, where each rank receives the sum of its tokens'
-    gradients.
+    Collective over the ranks of the sequence, including the backward pass, in which each rank receives the sum of its
+    tokens' gradients.
     """
 
     @staticmethod
@@ -124,7 +124,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _runs(segments: Segments) -> tuple[tuple[int, int, int], ...]:
-    """Return (rank, place among its tokens, length) of each run, in order of position."""
+    """Return (rank, index of its first token on the rank, length) of each run, in order of position."""
     runs = dict[int, tuple[int, int, int]]()
     for rank, numbers in enumerate(segments.numbers):
         lengths = [segments.runs[number].length for number in numbers]
@@ -136,19 +136,19 @@ def _runs(segments: Segments) -> tuple[tuple[int, int, int], ...]:
 
 
 def _counts(segments: Segments) -> list[int]:
-    """Return the tokens of each rank."""
+    """Return the number of tokens on each rank."""
     return [sum(segments.runs[number].length for number in numbers) for numbers in segments.numbers]
 
 
 def gather(peers: Runtime, xs: Sequence[Tensor], segments: Segments) -> list[Tensor]:
-    """Return tensors of all tokens (B, tokens, ...), from each rank's own (B, local tokens, ...).
+    """Gather tensors (B, local tokens, ...) from all ranks to tensors (B, tokens, ...).
 
-    Tensors of the same dtype go in one message; tensors with gradients go separately.
+    Tensors of the same dtype share a message; tensors that require gradients are sent separately.
 
     Args:
-        peers: This rank among all that share the sequence (`Runtime.one_ring`).
-        xs: The same number on all ranks. Ranks agree in dtypes, in all sizes but the tokens, and in which tensors have
-            gradients.
+        peers: The runtime of all ranks that share the sequence (`Runtime.one_ring`).
+        xs: The tensors. Ranks must pass the same number of tensors, with equal dtypes, equal sizes except the number of
+            tokens, and equal `requires_grad`.
         segments: The segments of all ranks.
     """
     found: dict[int, Tensor] = {}

@@ -1,8 +1,9 @@
-"""Latent attention (MLA): ranks send a token's latent, which is expanded to keys and values for each product.
+"""Latent attention (MLA): ranks send each token's latent, which is expanded to keys and values for each block product.
 
-A latent has R numbers per token, for all heads; DeepSeek-V3's 576 represent 40,960 numbers of k and v. A matrix (H, R,
-D + Dv) expands it. Forward and backward expand a block in each product with it. In backward, the gradients of its keys
-and values become the gradient of the latent, which is sent with it. The matrix's own gradient stays on the rank.
+A latent has R numbers per token, shared by all heads; DeepSeek-V3's 576 numbers represent 40,960 numbers of k and v. A
+matrix (H, R, D + Dv) expands the latent. Forward and backward expand a block again in each product. In backward, the
+gradients of keys and values are converted to the gradient of the latent, which travels with the latent. The gradient of
+the matrix stays on the rank.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def expanded(latent: Tensor, matrix: Tensor, k_dim: int) -> list[Tensor]:
 
 
 class Expansion(NamedTuple):
-    """The matrix of some heads that makes keys and values of a latent."""
+    """The matrix that expands a latent to keys and values of some heads."""
 
     matrix: Tensor  # (R, H * (D + Dv))
     heads: int
@@ -40,28 +41,28 @@ class Expansion(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Tensor, v_dim: int) -> Expansion:
-        """Return the expansion by a matrix (H, R, D + Dv)."""
+        """Return the Expansion for a matrix (H, R, D + Dv)."""
         return cls(matrix.transpose(0, 1).flatten(1), matrix.shape[0], v_dim)
 
     def expand(self, latent: Tensor) -> Tensors:
-        """Return k and v (B, n, H, D) of a latent (B, n, 1, R), the smaller of the two padded with zeros."""
+        """Expand a latent (B, n, 1, R) to k and v (B, n, H, D); the narrower of the two is padded with zeros."""
         kv = (latent.flatten(2) @ self.matrix).unflatten(-1, (self.heads, -1))
         k, v = kv.split([kv.shape[-1] - self.v_dim, self.v_dim], dim=-1)
         return padded(k, v.shape[-1]), padded(v, k.shape[-1])
 
     def columns(self, dk: Tensor, dv: Tensor) -> Tensor:
-        """Return gradients of `expand`'s k and v as one matrix (B * n, H * (D + Dv))."""
+        """Return the gradients of `expand`'s k and v as one matrix (B * n, H * (D + Dv))."""
         k_dim = self.matrix.shape[1] // self.heads - self.v_dim
         return torch.cat([dk[..., :k_dim], dv[..., : self.v_dim]], dim=-1).flatten(2).flatten(0, 1)
 
 
 def _seen(latent: Tensor, launches: Sequence[Tile]) -> Tensor:
-    """Return the rows of a latent up to the last one that a launch sees."""
+    """Return the rows of a latent up to the last row that a launch sees."""
     return latent[:, : max(launch.sides[1].end for launch in launches)]
 
 
 class LatentForward(Forward):
-    """Forward of q (B, n, H, D) and a latent (B, m, 1, R)."""
+    """Forward pass for q (B, n, H, D) and a latent (B, m, 1, R)."""
 
     def __init__(self, operands: Operands) -> None:
         super().__init__(operands)
@@ -75,10 +76,10 @@ class LatentForward(Forward):
 
 
 class LatentBackward(Backward):
-    """Backward of `LatentForward`. The results are dq and the latent's gradient.
+    """Backward pass of `LatentForward`, with the results dq and the latent's gradient.
 
     Attributes:
-        dmatrix: The gradient of the expansion's matrix, in accum_dtype.
+        dmatrix: The gradient of the expansion matrix, in accum_dtype.
     """
 
     def __init__(self, operands: Operands, do: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -106,7 +107,7 @@ class LatentBackward(Backward):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LatentShape(Shape):
-    """The shape of latent attention, in which `latent` numbers with one head represent k and v."""
+    """The shape of latent attention, in which one head of `latent` numbers represents k and v."""
 
     latent: int
 
@@ -119,8 +120,9 @@ class LatentShape(Shape):
         return self.q_heads
 
     def product_bytes(self, direction: str, keys: int) -> int:
-        """Return the bytes of this number of keys and values and of the matrix that expands them; in backward, also of
-        the gradients of both.
+        """Return the bytes of `keys` expanded keys and values, and of the expansion matrix.
+
+        For backward, the gradients of keys, values and the matrix are included.
         """
         expanded, matrix = 2 * self.batch * keys * self.head_dim, 2 * self.latent * self.head_dim
         width = expanded * (1 if direction == "forward" else 2) + matrix
@@ -129,10 +131,10 @@ class LatentShape(Shape):
 
 
 class Latent(Operator):
-    """Attention of q (B, s, H, D) to a latent (B, s, R), which a matrix (H, R, D + Dv) expands."""
+    """Attention of q (B, s, H, D) to a latent (B, s, R) that is expanded by a matrix (H, R, D + Dv)."""
 
     name, operands, parameters, dims = "latent attention", ("q", "latent"), ("expand",), (4, 3, 3)
-    is_linear = False  # keys do not exist before they are computed with
+    is_linear = False  # keys exist only during a product
     kind, forward, backward = LatentShape, LatentForward, LatentBackward
 
     def check_shapes(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
@@ -161,13 +163,14 @@ LATENT = register(Latent())
 
 
 def is_sent(config: SequenceParallelConfig, tokens: int, heads: int, width: int, dims: int) -> bool:
-    """Return whether latent attention sends latents, of a resolved config. If not, it sends keys and values. Expanding
-    a key costs as much as `width` query rows of attention to it. CP ranks expand it in each hop, but Ulysses ranks only
-    once, each for its own heads.
+    """Return whether latent attention sends latents, rather than keys and values, for a resolved config.
+
+    Expanding one key costs as much as attention from `width` query rows to that key. CP ranks expand a key in every
+    hop, while each Ulysses rank expands a key once, for its own heads.
 
     Args:
         config: The settings.
-        tokens: Number of tokens of the whole sequence.
+        tokens: Number of tokens in the whole sequence.
         heads: Number of query heads.
         width: Width of a token's latent.
         dims: head_dim + v_dim.
@@ -179,9 +182,7 @@ def is_sent(config: SequenceParallelConfig, tokens: int, heads: int, width: int,
 
 
 def sends_latent(config: SequenceParallelConfig, tensors: Sequence[Tensor], shards: UnevenShards | None) -> bool:
-    """Return whether a call of latent attention sends its latent. Also True for calls that latent attention will
-    refuse.
-    """
+    """Return whether a call of latent attention sends its latent; also True for a call with invalid tensors."""
     try:
         LATENT.check(tensors, shards is not None)
     except SeqParError:

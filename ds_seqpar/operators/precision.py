@@ -1,4 +1,4 @@
-"""Products that keep the full precision of their dtype, regardless of torch's switches for lower precision."""
+"""Matrix products in full precision, regardless of torch's settings for lower precision."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-# fp32 may be rounded to TF32 on GPUs, and to TF32 or bf16 by oneDNN
+# settings that allow rounding of fp32 to TF32 on GPUs, and to TF32 or bf16 in oneDNN
 PRODUCTS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 INHERITED, EXACT = "none", "ieee"
 
 
 @contextlib.contextmanager
 def all_digits(device_type: str) -> Iterator[None]:
-    """Context manager in which products keep the full precision of their operands' dtype, and autocast is off.
+    """Context manager that keeps the full precision of operands in matrix products, and disables autocast.
 
-    The older `torch.get_float32_matmul_precision` raises after one of the newer switches was set, for example by
-    `TrainingArguments(tf32=True)`; the newer switches can be read and set in either case.
+    `torch.get_float32_matmul_precision` raises an error if one of the newer settings has been changed, for example by
+    `TrainingArguments(tf32=True)`. The newer settings can always be read and written.
     """
     before = [_own_value(product) for product in PRODUCTS]
     for product in PRODUCTS:
@@ -32,9 +32,7 @@ def all_digits(device_type: str) -> Iterator[None]:
 
 
 def _own_value(product: Any) -> str:
-    """Return the value set for products themselves. If it equals `torch.backends.fp32_precision`, it continues to
-    follow that.
-    """
+    """Return the value to restore: the product's own setting, or "none" if the setting equals the global default."""
     value = product.fp32_precision
     product.fp32_precision = INHERITED
     return INHERITED if product.fp32_precision == value else value

@@ -1,14 +1,14 @@
-"""Layers whose tokens depend on a state before them: gated delta rules, Mamba-2, lightning attention, convolutions.
+"""Layers with a recurrent state: gated delta rules, Mamba-2, lightning attention and causal convolutions.
 
-A rank runs the layer's own function on each segment of its tokens, from a state of zero. The function is linear in the
-initial state, so the rank then adds the contribution of the true state. A run of tokens maps the state S before it to
-the state M S + S' after it. Ranks exchange these maps (`states`), and each folds the maps of the runs before its own.
-Segments are the rows of a batch, padded on the left with zeros, for which the layers' functions keep a state of zero.
-So functions need not know about documents or about the runs of a rank's tokens.
+Each rank runs the layer's own function on each segment of its tokens, starting from a zero state. The function is
+linear in the initial state, so the rank adds the contribution of the true state afterwards. A run of tokens maps the
+previous state S to the next state M S + S'. Ranks exchange the maps of their runs (see `states`), and each rank
+combines the maps of all previous runs. Segments form the rows of a batch, padded on the left with zeros, for which the
+layers' functions keep a zero state. The layers' functions need no support for documents or several runs per rank.
 
-Ranks exchange heads first if configured: a Ulysses rank then works on some heads of all tokens of its CP rank.
+If configured, ranks first exchange heads: each Ulysses rank then processes some heads of all tokens of its CP rank.
 
-The callers' ranks have already agreed on the inputs, as in a patched model.
+The ranks must already have agreed on the inputs, as in a patched model.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from .states import Entering, Tied
 
 Context: TypeAlias = Any  # autograd's ctx
 STATES, HEADS, HALO = "states of a layer", "heads of a layer with a state", "tokens before a convolution"
-COUNTED = "state_heads"  # the name under which elements of exchanged heads are counted
-RATIO = 2  # segments whose lengths differ by at most this factor are rows of one batch
-PIECE = 2**24  # elements of outputs to which states are added at once, in fp32
+COUNTED = "state_heads"  # statistics count exchanged elements under this name
+RATIO = 2  # maximum ratio of segment lengths in one batch
+PIECE = 2**24  # maximum output elements to which states are added at a time, in fp32
 
 
 class Rows(NamedTuple):
-    """The results of a layer's function for segments (N, L, ...), computed from a state of zero.
+    """The results of a layer's function for segments (N, L, ...), computed from a zero state.
 
     Attributes:
-        out: (N, L, H, V).
-        state: (N, H, K, V), after the last token, in fp32 (fp64 for fp64).
-        readout: (N, L, groups, K), each group for the same number of heads: out changes by decay * (readout @ S) if the
-            state before the first token is S.
-        transition: (N, H, K, K) or (N, H, 1, 1), the M of M S + state. It, `readout` and `decay` are needed if a
-            segment continues a document.
-        decay: (N, L, H) in the state's dtype; None: 1.
+        out: The output (N, L, H, V).
+        state: The state after the last token (N, H, K, V), in fp32 (fp64 for fp64 inputs).
+        readout: (N, L, groups, K), with the same number of heads in each group. If the state before the first token is
+            S, `decay * (readout @ S)` must be added to `out`.
+        transition: The matrix M in M S + state, (N, H, K, K) or (N, H, 1, 1). A segment that continues a document
+            requires `transition`, `readout` and `decay`.
+        decay: (N, L, H) in the state's dtype; None means 1.
     """
 
     out: Tensor
@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """The state of a head, (K, V): a transition is a matrix, or a number if the state only decays."""
+    """The form of a head's state (K, V). A transition is a matrix, or a scalar if the state only decays."""
 
     keys: int
     values: int
@@ -70,7 +70,7 @@ class Cell(NamedTuple):
         return (1, 1) if self.decays else (self.keys, self.keys)
 
 
-# (tokens (N, L, heads, ...) of some heads, parameters (heads, ...) of these heads, whether segments continue documents)
+# arguments: tokens (N, L, heads, ...) of some heads, parameters (heads, ...), whether segments continue documents
 Function = Callable[[list[Tensor], list[Tensor], bool], Rows]
 
 
@@ -78,24 +78,24 @@ def recurrence(
     runtime: Runtime, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell,
     shards: Shards | None = None, documents: tuple[int, ...] = (),
 ) -> Tensor:  # fmt: skip
-    """Run a layer with a state over the whole sequence; each rank passes its local tokens.
+    """Run a layer with a recurrent state over the whole sequence; each rank passes its local tokens.
 
-    Differentiable, once. Collective over the ranks that share the sequence, in backward too.
+    Double backward is not supported. Collective over the ranks that share the sequence, including the backward pass.
 
     Args:
-        runtime: This rank's.
-        function: The layer's.
-        tokens: (B, s, heads, ...) each; the values come first, and have all H heads.
-        parameters: (H, ...) each.
+        runtime: This rank's runtime.
+        function: The layer's function.
+        tokens: Tensors (B, s, heads, ...). The first tensor contains the values, with all H heads.
+        parameters: Tensors (H, ...).
         cell: The form of a head's state.
-        shards: The tokens of each CP rank; None: the configured layout's.
-        documents: First positions of documents; () for a single document.
+        shards: The tokens of each CP rank; None for the configured layout.
+        documents: Start positions of documents; () for a single document.
 
     Returns:
         The output (B, s, H, V).
 
     Raises:
-        ConfigError: The configured layout or the numbers of heads do not fit; on every rank.
+        ConfigError: The configured layout or the numbers of heads are unsuitable. Raised on every rank.
     """
     shards = shards or runtime.shards(tokens[0].shape[1] * runtime.ulysses.size)
     if not _exchanges_heads(runtime, tokens, parameters, cell, shards, documents):
@@ -117,13 +117,13 @@ def causal_conv(
     """Run a layer's causal convolution over the whole sequence; each rank passes its local tokens.
 
     Args:
-        runtime: This rank's.
-        function: The layer's: (N, L, C) -> (N, L, C), in which a token depends on the `kernel_size - 1` tokens before
-            it; zeros precede the first tokens.
-        x: (B, s, C).
+        runtime: This rank's runtime.
+        function: The layer's convolution (N, L, C) -> (N, L, C), with zeros before the first token. A token depends on
+            the `kernel_size - 1` preceding tokens.
+        x: The input (B, s, C).
         kernel_size: The kernel's length.
-        shards: As for `recurrence`.
-        documents: As for `recurrence`.
+        shards: Same as in `recurrence`.
+        documents: Same as in `recurrence`.
 
     Returns:
         The output (B, s, C).
@@ -149,8 +149,10 @@ def causal_conv(
 
 
 def _tails(x: Tensor, pieces: Sequence[Tensor], segments: Sequence[Segment], count: int) -> tuple[Tensor, Tensor]:
-    """Return the last `count` tokens at the end of each run as a state (B, runs, 1, count, C), and its map (.., count,
-    count), which shifts tokens from before the run if the run is shorter.
+    """Return the last `count` tokens of each run as a state (B, runs, 1, count, C), and the run's map (..., count,
+    count).
+
+    If a run is shorter than `count`, its map shifts tokens from before the run.
     """
     tails, maps = [], []
     for segment, piece in zip(segments, pieces, strict=False):
@@ -167,8 +169,8 @@ def _tails(x: Tensor, pieces: Sequence[Tensor], segments: Sequence[Segment], cou
 def delta_rule(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
     """Return the `Function` of a delta rule.
 
-    The final state of values of zero, from the identity, is the transition, and the outputs are the readout. They come
-    from the same call, as further columns of the values.
+    Zero values with the identity as the initial state yield the transition as the final state, and the readout as
+    outputs. Transition and readout are computed in the same call as the output, as additional columns of the values.
 
     Args:
         function: (q (N, L, heads, K), k, v (N, L, H, V), g, beta, initial state (N, H, K, V) or None) -> (out, final
@@ -194,7 +196,7 @@ def _exchanges_heads(
     runtime: Runtime, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell, shards: Shards,
     documents: tuple[int, ...],
 ) -> bool:  # fmt: skip
-    """Return whether Ulysses ranks exchange heads: the setting, or with "auto" whether a rank then receives fewer
+    """Return whether Ulysses ranks exchange heads. With "auto", heads are exchanged if each rank then receives fewer
     bytes.
     """
     size, way, heads = runtime.ulysses.size, runtime.config.recurrent_layers, tokens[0].shape[2]
@@ -223,13 +225,13 @@ def _exchanges_heads(
 
 
 def exchange_heads(runtime: Runtime, tensors: Sequence[Tensor], tokens: Sequence[int], inward: bool) -> list[Tensor]:
-    """Exchange heads among Ulysses ranks: (B, s, H, ...) -> (B, T, H / U, ...), or outward the reverse.
+    """Exchange heads among Ulysses ranks: (B, s, H, ...) to (B, T, H / U, ...) inward, and the reverse outward.
 
     Args:
-        runtime: This rank's.
-        tensors: The tensors to exchange. Tensors of the same dtype go in one message. If there are fewer heads than
-            Ulysses ranks, each rank receives the head that its share of more heads would read.
-        tokens: Tokens of each Ulysses rank.
+        runtime: This rank's runtime.
+        tensors: The tensors to exchange. Tensors of the same dtype share a message. If a tensor has fewer heads than
+            there are Ulysses ranks, each rank receives the head that its share of the other tensors' heads reads.
+        tokens: Number of tokens of each Ulysses rank.
         inward: The direction.
     """
     exchanged: dict[int, Tensor] = {}
@@ -242,7 +244,7 @@ def exchange_heads(runtime: Runtime, tensors: Sequence[Tensor], tokens: Sequence
 
 
 class ExchangeHeads(torch.autograd.Function):
-    """An all-to-all of heads (B, tokens, heads, D) of several tensors, whose backward is the reverse one."""
+    """An all-to-all of heads of several tensors (B, tokens, heads, D). Backward is the reverse all-to-all."""
 
     @staticmethod
     def forward(ctx: Context, runtime: Runtime, tokens: tuple[int, ...], inward: bool, *xs: Tensor) -> Tensors:
@@ -279,7 +281,7 @@ def _recurrence(
     peers: Runtime, segments: Segments, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor],
     cell: Cell,
 ) -> Tensor:  # fmt: skip
-    """Run a layer on this rank's segments, with all their heads on this rank."""
+    """Run a layer on this rank's segments, with all heads of the tensors on this rank."""
     mine, batch = segments.of_rank[peers.rank], len(tokens[0])
     pieces = [_pieces(x, mine) for x in tokens]
     lengths = [piece.shape[1] for piece in pieces[0]]
@@ -313,10 +315,10 @@ def _recurrence(
 
 
 class _Continued(torch.autograd.Function):
-    """out (B, L, H, V) of a segment from a state of zero, with decay * (readout @ state) added.
+    """Add `decay * (readout @ state)` to the output (B, L, H, V) of a segment that was computed from a zero state.
 
-    It is computed in pieces of tokens, and again in backward: readouts of all heads in fp32 would be larger than
-    everything else that a layer keeps for backward.
+    The sum is computed piece by piece along the tokens, and recomputed in backward, because fp32 readouts of all heads
+    would exceed all other tensors that the layer saves for backward.
     """
 
     @staticmethod
@@ -349,7 +351,7 @@ class _Continued(torch.autograd.Function):
 
     @staticmethod
     def read(readout: Tensor, state: Tensor) -> Tensor:
-        """Return (B, L, H, V) of readouts (B, L, groups, K) and a state (B, H, K, V)."""
+        """Multiply readouts (B, L, groups, K) by a state (B, H, K, V) to (B, L, H, V)."""
         states = state.unflatten(1, (readout.shape[2], -1))
         return torch.einsum("blgk,bgrkv->blgrv", readout.to(state.dtype), states).flatten(2, 3)
 
@@ -364,16 +366,14 @@ def _first_of_runs(segments: Sequence[Segment]) -> list[int]:
 
 
 def _pieces(x: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    """Return the tokens of each segment; on a rank without segments, a single zero, so that its graph equals that of
-    other ranks.
-    """
+    """Split x into segments; a rank without segments returns a single zero token to keep its autograd graph."""
     if not segments:
         return [torch.cat([x, x.new_zeros(len(x), 1, *x.shape[2:])], 1)]
     return [x] if len(segments) == 1 else list(x.split([segment.length for segment in segments], 1))
 
 
 def _groups(lengths: Sequence[int], continues: Sequence[bool]) -> list[list[int]]:
-    """Return the numbers of segments that are computed together."""
+    """Return the indices of segments that are computed in one batch."""
     groups: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda number: (continues[number], lengths[number])):
         first = groups[-1][0] if groups else number
@@ -385,7 +385,7 @@ def _groups(lengths: Sequence[int], continues: Sequence[bool]) -> list[list[int]
 
 
 def _batched(pieces: Sequence[Tensor]) -> Tensor:
-    """Return pieces (B, length, ...) as rows (B * pieces, the longest length, ...), with zeros on the left."""
+    """Stack pieces (B, length, ...) as rows (B * pieces, maximum length, ...), with zeros on the left."""
     if len(pieces) == 1:
         return pieces[0]
     longest = max(piece.shape[1] for piece in pieces)
@@ -394,13 +394,13 @@ def _batched(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _unbatched(rows: Tensor, batch: int, lengths: Sequence[int]) -> list[Tensor]:
-    """Return the pieces (B, length, ...) of rows from `_batched`, or of the same number of their last tokens."""
+    """Undo `_batched`: return the last tokens (B, length, ...) of each piece's rows."""
     sizes = [size for length in lengths for size in (rows.shape[1] - length, length)]
     return list(rows.unflatten(0, (batch, -1)).flatten(1, 2).split(sizes, 1)[1::2])
 
 
 def _joined(pieces: dict[int, Tensor], count: int) -> Tensor:
-    """Return the pieces of this number of segments in order; empty if there are none."""
+    """Concatenate the pieces of `count` segments in order; empty if there are none."""
     if count < 2:
         return pieces[0] if count else pieces[0][:, :0]
     return torch.cat([pieces[number] for number in range(count)], 1)

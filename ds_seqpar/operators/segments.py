@@ -1,4 +1,4 @@
-"""Runs of a sequence, cut where documents begin, for layers whose tokens depend on a state before them."""
+"""Runs of a sequence, cut at document starts, for layers with a recurrent state."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..base.errors import ConfigError
 from ..core.compiler.sharding.layout import Run, Runs, owned
 from ..core.compiler.sharding.shards import Shards, runs_of_sp_rank
 
-COLUMNS = 2**16  # keys whose scores an index compares at a time; the choice among more is merged
+COLUMNS = 2**16  # keys whose index scores are compared at a time; results of several blocks are merged
 
 
 class Segment(NamedTuple):
     """Consecutive tokens of one document on one rank."""
 
     length: int
-    enters: int | None  # the number of its run among all ranks', if the document began in an earlier run
-    leaves: int | None  # the number of its run, if it is the last segment there
+    enters: int | None  # index of its run among all runs, if the document began in an earlier run
+    leaves: int | None  # index of its run, if this is the last segment of the run
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,8 +29,8 @@ class Segments:
     """The runs of all ranks, numbered in order of position, and the segments of each rank's tokens in order."""
 
     runs: tuple[Run, ...]
-    numbers: tuple[tuple[int, ...], ...]  # of each rank: the numbers of its runs
-    starts: tuple[int, ...]  # the positions at which documents begin
+    numbers: tuple[tuple[int, ...], ...]  # indices of each rank's runs
+    starts: tuple[int, ...]  # start positions of documents
     of_rank: tuple[tuple[Segment, ...], ...]
 
     @property
@@ -39,10 +39,10 @@ class Segments:
         return any(segment.enters is not None for segments in self.of_rank for segment in segments)
 
     def reach(self, tokens: int | None = None) -> int:
-        """Return the number of previous runs on which a run's tokens depend.
+        """Return the maximum number of previous runs on which a run's tokens depend.
 
         Args:
-            tokens: Number of previous tokens of its document on which a token depends; None: all.
+            tokens: Number of previous tokens of the same document on which a token depends; None for all.
         """
         most = 0
         for number, run in enumerate(self.runs):
@@ -54,12 +54,12 @@ class Segments:
 
     @property
     def most_runs(self) -> int:
-        """The maximum number of runs of a rank."""
+        """Maximum number of runs per rank."""
         return max(map(len, self.numbers))
 
     @functools.cached_property
     def places(self) -> list[tuple[int, int]]:
-        """The rank of each run, and its place among the rank's runs."""
+        """(rank, index among the rank's runs) of each run."""
         place_of = {
             number: (rank, place) for rank, runs in enumerate(self.numbers) for place, number in enumerate(runs)
         }
@@ -68,13 +68,12 @@ class Segments:
 
 @functools.lru_cache(maxsize=256)
 def partners(segments: Segments, rank: int, reach: int) -> tuple[list[int], list[int]]:
-    """Return the ranks with a run on which this rank's runs depend, and the ranks with a run that depends on this
-    rank's.
+    """Return the ranks whose runs this rank's runs depend on, and the ranks whose runs depend on this rank's runs.
 
     Args:
         segments: The runs of all ranks.
         rank: The rank.
-        reach: On how many runs before it a run depends at most.
+        reach: Maximum number of previous runs on which a run depends.
     """
 
     def depends(runs: Sequence[int], others: Sequence[int]) -> bool:
@@ -84,28 +83,29 @@ def partners(segments: Segments, rank: int, reach: int) -> tuple[list[int], list
     return [x for x, runs in others if depends(mine, runs)], [x for x, runs in others if depends(runs, mine)]
 
 
-RUNS = 2  # that a rank has at most, if states go from run to run
-AT_ONCE = 2**21  # bytes of states and maps that a rank takes at once; more go in order
+RUNS = 2  # maximum runs per rank for passing states from run to run
+AT_ONCE = 2**21  # maximum bytes of states and maps for receiving all at once
 
 
 def go_in_order(reach: int, runs: int, run_bytes: float) -> bool:
-    """Return whether the states of layers are passed from run to run.
+    """Return whether states are passed from run to run, rather than all at once.
 
     Args:
-        reach: Maximum number of previous runs on which a run depends. runs: Maximum number of runs of a rank.
+        reach: Maximum number of previous runs on which a run depends.
+        runs: Maximum number of runs per rank.
         run_bytes: The bytes of a run's state and map.
     """
     return runs <= RUNS and reach > 1 and reach * run_bytes > AT_ONCE
 
 
 def received_bytes(reach: int, runs: int, state: float, transition: float) -> float:
-    """Return the bytes that the busiest rank receives in one direction.
+    """Return the maximum number of bytes that any rank receives in one direction.
 
     Args:
-        reach: As for `go_in_order`.
-        runs: As for `go_in_order`.
+        reach: Same as in `go_in_order`.
+        runs: Same as in `go_in_order`.
         state: The bytes of a run's state.
-        transition: The bytes of its map.
+        transition: The bytes of a run's map.
     """
     return runs * state if go_in_order(reach, runs, state + transition) else reach * (state + transition)
 
@@ -116,8 +116,8 @@ def segments_of(shards: Shards, documents: tuple[int, ...], ulysses_size: int | 
 
     Args:
         shards: The tokens of each CP rank.
-        documents: The positions at which documents begin; () for one document.
-        ulysses_size: The number of SP ranks per CP rank, to cut the SP ranks' tokens; None cuts the CP ranks' tokens.
+        documents: Start positions of documents; () for a single document.
+        ulysses_size: Number of SP ranks per CP rank, to cut the tokens of SP ranks; None cuts the tokens of CP ranks.
 
     Raises:
         ConfigError: A rank's tokens are not consecutive.
@@ -136,7 +136,7 @@ def segments_of(shards: Shards, documents: tuple[int, ...], ulysses_size: int | 
 
 
 def _joined(runs: Runs) -> Runs:
-    """Return the runs with neighbors joined."""
+    """Join adjacent runs."""
     joined: list[Run] = []
     for run in runs:
         if run.length > 1 and run.step != 1:

@@ -1,11 +1,11 @@
-"""Attention to keys picked by an index, from latents that all ranks have, for queries that stay on their rank.
+"""Sparse attention: queries attend to latents picked by an index. Latents are gathered; queries stay on their rank.
 
-An index scores a key by the sum over its heads of w relu(q k). The greatest scores are found in blocks of rows and
-keys, so that scores of single heads are never kept. Attention reads the picked latents in blocks of rows, with queries
-absorbed into the latent's space. Backward computes each block again.
+The index score of a key is the sum over index heads of w relu(q k). The top scores are computed in blocks of rows and
+keys, so that scores of single heads are never stored. Attention reads the picked latents in blocks of rows, with
+queries projected into the latent space. Backward recomputes each block.
 
-In a decode step each rank has the new token's queries, and a part of the keys and the latents. Each rank finds the best
-of its own keys, all ranks find the best of these, and each attends to the picks that are its own.
+In a decode step, every rank has the queries of the new token, and a part of the keys and latents. Each rank selects its
+own top keys, all ranks agree on the overall top keys, and each rank attends to its own keys among them.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from .decode import STEP, merged_by_all
 from .gathered import Context, Piece
 from .segments import COLUMNS
 
-ELEMENTS = 2**24  # numbers of the largest tensor in a block
+ELEMENTS = 2**24  # maximum elements of a tensor in a block
 
 
 @torch.no_grad()
 def top_keys(
     q: Tensor, weights: Tensor, keys: Tensor, pieces: Sequence[Piece], count: int, scale: float = 1.0
 ) -> Tensor:
-    """Return the keys that an index picks for each query, from its document up to the query itself.
+    """Return the keys that an index picks for each query, between the start of its document and the query itself.
 
     Args:
-        q: The index's queries of this rank (B, s, heads, D), in the dtype of scores.
+        q: Index queries of this rank (B, s, heads, D), in the dtype of scores.
         weights: Weights of the heads (B, s, heads).
-        keys: The index's keys of all tokens (B, T, D).
+        keys: Index keys of all tokens (B, T, D).
         pieces: This rank's tokens.
-        count: Maximum number of keys that a query picks.
-        scale: Factor of a head's scores.
+        count: Maximum number of picks per query.
+        scale: Factor applied to a head's scores.
 
     Returns:
-        (B, s, n) int64, where n is `count` or less: keys, counted from the first of the query's document. A query that
-        sees fewer keys also picks later ones, which must not be read.
+        int64 (B, s, n) with n at most `count`: indices of keys, relative to the first token of the query's document. A
+        query that sees fewer than n keys also picks later keys, which must be ignored.
     """
     width = min(count, max(piece.end - piece.document for piece in pieces))
     picks = torch.full((*q.shape[:2], width), keys.shape[1], device=q.device)
@@ -58,19 +58,20 @@ def top_keys(
 def top_kept(
     runtime: Runtime, q: Tensor, weights: Tensor, keys: Tensor, counts: Sequence[int], count: int, scale: float
 ) -> Tensor:
-    """Return which of a rank's keys an index picks, from all ranks' keys, for the new token of each row. Collective.
+    """Return this rank's keys that an index picks for the new token of each row, among the keys of all ranks.
+    Collective.
 
     Args:
-        runtime: This rank's among all that share the sequence (`Runtime.one_ring`).
-        q: The index's queries (B, 1, heads, D), the same on all ranks.
+        runtime: The runtime of all ranks that share the sequence (`Runtime.one_ring`).
+        q: Index queries (B, 1, heads, D), the same on all ranks.
         weights: Weights of the heads (B, 1, heads).
-        keys: The index's keys of this rank (B, n, D).
-        counts: Number of these keys in each row; a single number applies to all rows.
-        count: Maximum number of keys, from all ranks, that a row picks.
-        scale: Factor of a head's scores.
+        keys: Index keys of this rank (B, n, D).
+        counts: Number of valid keys in each row; a single number applies to all rows.
+        count: Maximum number of picks per row, over all ranks.
+        scale: Factor applied to a head's scores.
 
     Returns:
-        (B, 1, count) int64: indices into this rank's keys; n if another rank has the key.
+        int64 (B, 1, count): indices into this rank's keys; n if another rank has the key.
     """
     values, places = q.new_full((len(q), count), -torch.inf), q.new_zeros(len(q), count, dtype=torch.long)
     for row, own in enumerate(counts):
@@ -87,7 +88,7 @@ def top_kept(
 
 
 def _best(q: Tensor, weights: Tensor, keys: Tensor, count: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Return (scores, picks) of queries (B, r, heads, D), the last of whom sees all keys (B, n, D)."""
+    """Return (scores, picks) of queries (B, r, heads, D), the last of which sees all keys (B, n, D)."""
     (batch, rows, heads, _), tokens = q.shape, keys.shape[1]
     positions = torch.arange(tokens - rows, tokens, device=q.device)[:, None]
     flat, step = q.flatten(1, 2), max(1, ELEMENTS // (batch * rows * heads))
@@ -117,19 +118,20 @@ def sparse_attention(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of a rank's queries to picked latents.
+    """Compute attention from a rank's queries to picked latents.
 
     Args:
-        q: The queries of this rank (B, s, H, D).
-        latent: The latents of all tokens (B, T, R).
-        matrix: The matrix that expands a latent to keys and values (H, R, D + Dv).
-        picks: As from `top_keys` (B, s, n), without duplicates, and with at least one key that the query sees.
+        q: Queries of this rank (B, s, H, D).
+        latent: Latents of all tokens (B, T, R).
+        matrix: The matrix (H, R, D + Dv) that expands latents to keys and values.
+        picks: The result of `top_keys` (B, s, n), or other indices without duplicates and with at least one visible key
+            per query.
         pieces: This rank's tokens.
-        scale: Factor of scores.
-        sinks: An additional score per head (H,), without a value; None if there are none.
+        scale: Factor applied to the scores.
+        sinks: Additional score per head (H,) without a value; None for no sinks.
 
     Returns:
-        (B, s, H, Dv), with gradients to q, latent, matrix and sinks.
+        The output (B, s, H, Dv), differentiable with respect to q, latent, matrix and sinks.
     """
     return _Sparse.apply(q, latent, matrix, sinks, picks, pieces, scale)
 
@@ -143,19 +145,19 @@ def attention_to_kept(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of the new token of each row to the picked latents of all ranks. Collective.
+    """Compute attention from the new token of each row to the picked latents of all ranks. Collective.
 
     Args:
-        runtime: As for `top_kept`.
-        q: The queries (B, 1, H, D), the same on all ranks.
-        latent: The latents of this rank (B, n, R).
-        matrix: As for `sparse_attention`.
-        picks: As from `top_kept` (B, 1, count).
-        scale: Factor of scores.
-        sinks: As for `sparse_attention`.
+        runtime: Same as in `top_kept`.
+        q: Queries (B, 1, H, D), the same on all ranks.
+        latent: Latents of this rank (B, n, R).
+        matrix: Same as in `sparse_attention`.
+        picks: The result of `top_kept` (B, 1, count).
+        scale: Factor applied to the scores.
+        sinks: Same as in `sparse_attention`.
 
     Returns:
-        (B, 1, H, Dv), the same on all ranks.
+        The output (B, 1, H, Dv), the same on all ranks.
     """
     tokens, width = latent.shape[1], matrix.shape[2] - q.shape[3]
     part = q.new_zeros(*q.shape[:3], width + 1, dtype=sum_dtype(q.dtype))
@@ -167,7 +169,7 @@ def attention_to_kept(
         rows = latent.gather(1, at.expand(-1, -1, latent.shape[2]))[:, None]
         with torch.autocast(q.device.type, enabled=False):
             scores = _scores(hidden, scale, q, rows, of_keys)
-            weights = scores.softmax(3).nan_to_num().to(rows.dtype)  # NaN where another rank has all that is picked
+            weights = scores.softmax(3).nan_to_num().to(rows.dtype)  # NaN if other ranks have all picks
             part[..., :-1], part[..., -1] = _values(weights, rows, of_values), scores.logsumexp(3)
     if sinks is not None and runtime.rank == 0:
         merge_sinks_(part[..., :-1], part[..., -1], sinks)
@@ -190,7 +192,7 @@ class _Sparse(torch.autograd.Function):
         ctx.pieces, ctx.scale = pieces, scale
         out = q.new_empty(*q.shape[:3], matrix.shape[2] - q.shape[3])
         for own, at, hidden in _blocks(q, latent, picks, pieces):
-            with torch.autocast(q.device.type, enabled=False):  # as backward, which computes it again
+            with torch.autocast(q.device.type, enabled=False):  # as in the recomputation in backward
                 out[:, own] = _attention(hidden, scale, q[:, own], latent.flatten(0, 1)[at], matrix, sinks)
         return out
 
@@ -216,7 +218,7 @@ class _Sparse(torch.autograd.Function):
 def _blocks(
     q: Tensor, latent: Tensor, picks: Tensor, pieces: Sequence[Piece]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (rows of a block, their picks among all rows of latents, which picks are hidden (B, r, n))."""
+    """Yield (rows of a block, flat indices of their picked latents, mask of hidden picks (B, r, n))."""
     (batch, tokens, width), heads, count = latent.shape, q.shape[2], picks.shape[2]
     rows = max(1, ELEMENTS // (batch * max(count * width, heads * width, heads * count)))
     begins = torch.arange(0, batch * tokens, tokens, device=picks.device)[:, None, None]
@@ -231,7 +233,7 @@ def _blocks(
 def _attention(
     hidden: Tensor, scale: float, q: Tensor, rows: Tensor, matrix: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return the attention of queries (B, r, H, D) to rows of latents (B, r, n, R), of which some are hidden."""
+    """Compute attention from queries (B, r, H, D) to latents (B, r, n, R), some of which are hidden."""
     of_keys, of_values = matrix.split([q.shape[3], matrix.shape[2] - q.shape[3]], dim=2)
     scores = _scores(hidden, scale, q, rows, of_keys)
     if sinks is not None:

@@ -1,8 +1,9 @@
-"""The states that layers pass between ranks: each rank receives the states before its runs of consecutive tokens.
+"""Recurrent states that layers pass between ranks: each rank receives the state before each of its runs of tokens.
 
-A run maps the state S before it to the state M S + S' after it. A rank receives the M and S' of all runs on which its
-own depend, and folds them. If that would be many bytes, the state after each run is sent to the rank of the next run,
-which maps it, and so on. Backward is the same with the runs in reverse order, and with M transposed.
+A run of consecutive tokens maps the previous state S to the next state M S + S'. By default, a rank receives M and S'
+of all runs on which its own runs depend, and combines these maps. If their total size is large, ranks instead pass
+states along: each run's rank maps the state and sends the result to the rank of the next run. Backward works the same
+way, with the runs in reverse order and M transposed.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from .precision import all_digits
 from .segments import Segments, go_in_order, partners
 
 Context: TypeAlias = Any  # autograd's ctx
-KIND = "states"  # the name under which their elements are counted
+KIND = "states"  # statistics count the elements under this name
 
 
 class Entering(torch.autograd.Function):
-    """The states before this rank's runs, from the states and the maps that runs have (B, runs, ...)."""
+    """Compute the states before this rank's runs, from the states and maps of runs (B, runs, ...)."""
 
     @staticmethod
     def forward(
@@ -58,7 +59,9 @@ class Entering(torch.autograd.Function):
 
 
 class Tied(torch.autograd.Function):
-    """(x, others) -> x, whose backward reaches the others on each rank: they communicate."""
+    """Return x unchanged, with a backward pass that also visits `others` on each rank, because their backward
+    communicates.
+    """
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, *others: Tensor) -> Tensor:
@@ -76,15 +79,15 @@ def entering_states(
     """Return the state before each of this rank's runs. Collective over `peers`.
 
     Args:
-        peers: This rank among the ranks that have the runs.
+        peers: The runtime of the ranks that share the runs.
         segments: The runs of all ranks.
         reach: Maximum number of previous runs on which a run depends.
-        states: The S' of each of this rank's runs (B, runs, ..., K, V).
-        maps: The M of each (B, runs, ..., K, K), or (B, runs, ..., 1, 1) if it is a number.
-        reverse: Whether states pass from the last run to the first.
+        states: S' of each of this rank's runs (B, runs, ..., K, V).
+        maps: M of each run (B, runs, ..., K, K), or (B, runs, ..., 1, 1) for scalars.
+        reverse: Whether states are passed from the last run to the first.
 
     Returns:
-        As `states`.
+        The state before each run, in the shape of `states`.
     """
     messages = _Messages(peers, "backward" if reverse else "forward", states.device)
     run_bytes = len(states) * (states.shape[2:].numel() + maps.shape[2:].numel()) * states.element_size()
@@ -96,13 +99,13 @@ def entering_states(
 
 
 def _at_once(messages: _Messages, segments: Segments, reach: int, states: Tensor, maps: Tensor, step: int) -> Tensor:
-    """Fold the maps of all runs on which this rank's runs depend. step: from one run to the next, 1 or -1."""
+    """Fold the maps of all runs on which this rank's runs depend. `step` is 1, or -1 for reverse order."""
     mine = messages.peers.rank
     sources, targets = partners(segments, mine, reach)[::step]
     local = torch.cat([states.flatten(2), maps.flatten(2)], 2)
     arrived = {rank: local.new_empty(len(local), len(segments.numbers[rank]), local.shape[2]) for rank in sources}
     messages.exchange([(rank, local) for rank in targets], [*arrived.items()])
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # by the run's number
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # run number -> (state, map)
     for rank, x in (arrived | {mine: local}).items():
         flat = x.split([states.shape[2:].numel(), maps.shape[2:].numel()], 2)
         of_runs = (y.unflatten(2, like.shape[2:]).unbind(1) for y, like in zip(flat, (states, maps), strict=True))
@@ -111,14 +114,14 @@ def _at_once(messages: _Messages, segments: Segments, reach: int, states: Tensor
     for place, number in enumerate(segments.numbers[mine]):
         before = entering[:, place]
         for other in range(number - step * reach, number, step):
-            if other in known:  # the first and the last runs have fewer before or behind them
+            if other in known:  # fewer than `reach` runs exist near the ends
                 before = _mapped(*known[other], before)
         entering[:, place] = before
     return entering
 
 
 def _in_order(messages: _Messages, segments: Segments, reach: int, states: Tensor, maps: Tensor, step: int) -> Tensor:
-    """Map the state that arrives for each run, and send it to the rank of the next run."""
+    """Map the state received for each run, and send the result to the rank of the next run."""
     entering = torch.zeros_like(states)
     for (src, before), (dst, place) in itertools.pairwise(segments.places[::step]):
         if src == messages.peers.rank:
@@ -137,11 +140,11 @@ def _mapped(state: Tensor, transition: Tensor, before: Tensor) -> Tensor:
 
 
 class _Messages:
-    """The messages of one call; each is waited for right after it is started.
+    """The messages of one call. Each message is awaited immediately.
 
     Attributes:
         code: The work queued on a device, for the watchdog; empty if hosts wait.
-        batches: The works of each wait in it.
+        batches: The communication handles of each wait in `code`.
     """
 
     def __init__(self, peers: Runtime, direction: str, device: torch.device) -> None:
@@ -150,7 +153,7 @@ class _Messages:
         self.batches: list[Any] = []
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Send contiguous tensors to ranks, and fill tensors received from ranks."""
+        """Send contiguous tensors to other ranks, and receive tensors in place."""
         if not sends and not receives:
             return
         outgoing, incoming = (
@@ -167,7 +170,7 @@ class _Messages:
             self.batches.append(getattr(handle, "batch", None))
 
     def end(self) -> None:
-        """Notify observers of the work queued on the device."""
+        """Report the work queued on the device to observers."""
         if self.batches:
             program = op.Program(
                 name=KIND, direction=self.direction, rank=self.peers.rank, size=self.peers.size, code=tuple(self.code),

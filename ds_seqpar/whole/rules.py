@@ -1,6 +1,7 @@
-"""Rules for the torch functions that can run on a rank's shard of a whole tensor. Any other function needs the whole.
+"""Rules for torch functions that can run on a rank's shard of a whole tensor. Other functions gather the whole tensor.
 
-A rule takes an operator and its arguments by name. It returns the operator's result, or None if it needs the whole.
+A rule receives an operator and its arguments by name. The rule returns the operator's result, or None if the operator
+needs the whole tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _by_element(func: Any, arguments: dict[str, Any]) -> Any:
-    """Run operators that compute each element from the arguments' elements at the same place."""
+    """Run an elementwise operator."""
     like = next(x for x in wholes(arguments) if x._gathered is None)
     if not all(_can_be_sharded_like(x, like) for x in tree_leaves(arguments) if isinstance(x, Tensor)):
         return None
@@ -25,7 +26,7 @@ def _by_element(func: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _by_token(func: Any, arguments: dict[str, Any]) -> Any:
-    """Run operators along dims that are neither rows nor tokens."""
+    """Run an operator along dims other than rows and tokens."""
     like = next(x for x in wholes(arguments) if x._gathered is None)
     dims = like.dim() + (func.overloadpacket.__name__ == "unsqueeze")
     dim = arguments.get("dim")
@@ -40,7 +41,7 @@ def _by_token(func: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _reshaped(func: Any, arguments: dict[str, Any]) -> Any:
-    """Reshape, if rows and tokens stay as they are, become one dim, or become two dims again."""
+    """Reshape a tensor if rows and tokens are unchanged, flattened into one dim, or unflattened into two."""
     x, size = arguments["self"], list(arguments.get("size", ()))
     if -1 in size:
         others = -torch.Size(size).numel()
@@ -54,7 +55,7 @@ def _reshaped(func: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _new(func: Any, arguments: dict[str, Any]) -> Any:
-    """Make new tensors whose rows and tokens are those of `self`."""
+    """Create a tensor with the rows and tokens of `self`."""
     x, size = arguments["self"], list(arguments["size"])
     if size[: x.lead] != list(x.shape[: x.lead]):
         return None
@@ -64,8 +65,10 @@ def _new(func: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _nll_loss(func: Any, arguments: dict[str, Any]) -> Any:
-    """Compute the negative log likelihood, by which cross entropy picks each token's loss from its log-probabilities
-    (rows * tokens, classes). For the sum or the mean, only one number per token is gathered.
+    """Compute the negative log likelihood, with which cross entropy selects each token's loss from log-probabilities.
+
+    The log-probabilities have the shape (rows * tokens, classes). For the sum or the mean, only one number per token is
+    gathered.
     """
     x, reduction = arguments["self"], arguments["reduction"]
     if (
@@ -77,7 +80,7 @@ def _nll_loss(func: Any, arguments: dict[str, Any]) -> Any:
     ):
         return None
     if x.device.type == "cpu" and _has_wrong_class(arguments["target"], x.shape[1], arguments["ignore_index"]):
-        return None  # on the whole all ranks raise what torch raises
+        return None  # on the whole tensor, all ranks raise torch's error
     target = shard_of(arguments["target"], x.shard_spec, flat=True).flatten()
     on_shard = {**arguments, "self": x.shard.flatten(0, 1), "target": target}
     if func is aten.nll_loss_backward.default:
@@ -98,14 +101,14 @@ def _has_wrong_class(target: Tensor, classes: int, ignored: int) -> bool:
 
 
 def _on_shards(func: Any, arguments: dict[str, Any], like: WholeTensor) -> Any:
-    """Return the operator's result on this rank's shards of its arguments, as WholeTensors sharded as `like`."""
+    """Run an operator on this rank's shards of its arguments. Return WholeTensors sharded as `like`."""
     shards = tree_map(lambda x: _shard_like(x, like) if isinstance(x, Tensor) else x, arguments)
     result, base = func(**shards), like if func.is_view else None
     return tree_map(lambda x: WholeTensor(x, like.shard_spec, like.flat, base) if isinstance(x, Tensor) else x, result)
 
 
 def _can_be_sharded_like(x: Tensor, like: WholeTensor) -> bool:
-    """Whether every rank can shard x like `like`: x has the same rows and tokens, or broadcasts over them."""
+    """Return whether x has the same rows and tokens as `like`, or broadcasts over them."""
     if isinstance(x, WholeTensor):
         return x.dim() == like.dim() and x.is_like(like)
     missing = like.dim() - x.dim()
@@ -116,7 +119,7 @@ def _can_be_sharded_like(x: Tensor, like: WholeTensor) -> bool:
 
 
 def _shard_like(x: Tensor, like: WholeTensor) -> Tensor:
-    """Return the shard of x that belongs to this rank's tokens of `like`."""
+    """Return the shard of x for this rank's tokens of `like`."""
     missing, shard_spec = like.dim() - x.dim(), like.shard_spec
     if isinstance(x, WholeTensor) or missing >= like.lead:
         return shard_of(x, shard_spec, like.flat) if isinstance(x, WholeTensor) else x

@@ -1,4 +1,4 @@
-"""How a tensor of whole sequences is sharded over ranks and gathered from their shards."""
+"""How a whole-sequence tensor is sharded over ranks, and gathered from the shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..data.batch_layout import BatchLayout
 from ..data.sharding import Sharding, assembled, order_of
 from ..guards.agreement import ALL
 
-Chosen = range | tuple[int, ...]  # ascending numbers
+Chosen = range | tuple[int, ...]  # in ascending order
 LARGE = 2**30  # bytes; a larger gather warns
 
 
@@ -22,33 +22,33 @@ LARGE = 2**30  # bytes; a larger gather warns
 class ShardSpec:
     """How a tensor (rows, tokens, ...) is sharded over the ranks of a group.
 
-    Each rank's shard is (rows, its tokens, ...); with `joined`, (1, its tokens, ...).
+    A rank's shard has the shape (rows, local tokens, ...) or, if `joined`, (1, local tokens, ...).
     """
 
     sp: Sharding
     rows: int
-    tokens: int  # of each row
-    placement: BatchLayout | None  # of the batch
-    name: str  # of the tensor, for messages
-    key: Hashable  # equal where ranks have the same tokens of a row; with joined, of all rows
-    narrowed_from: tuple[ShardSpec, range, Chosen] | None = None  # of which it has these rows and tokens
+    tokens: int  # tokens per row
+    placement: BatchLayout | None  # placement of the batch
+    name: str  # name of the tensor in messages
+    key: Hashable  # equal if ranks hold the same tokens of a row; if joined, of all rows
+    narrowed_from: tuple[ShardSpec, range, Chosen] | None = None  # (wider spec, selected rows, selected tokens)
 
     @classmethod
     def of(cls, sp: Sharding, rows: int, tokens: int, placement: BatchLayout | None, name: str) -> ShardSpec:
-        """Return the ShardSpec of a sharded batch of rows x tokens."""
+        """Return the ShardSpec of a sharded batch with the given rows and tokens."""
         return cls(sp=sp, rows=rows, tokens=tokens, placement=placement, name=name, key=("whole", tokens, placement))
 
     def named(self, name: str) -> ShardSpec:
-        """Return the same ShardSpec for a tensor with another name."""
+        """Return the same ShardSpec under another tensor name."""
         return dataclasses.replace(self, name=name)
 
     def is_like(self, other: ShardSpec) -> bool:
-        """Whether ranks have the same tokens in both specs."""
+        """Return whether ranks hold the same tokens in both specs."""
         return self.key == other.key and self.rows == other.rows
 
     @property
     def joined(self) -> bool:
-        """Whether rows lie end to end."""
+        """Whether rows are concatenated."""
         return self.placement is not None and self.placement.rows is not None
 
     @property
@@ -63,14 +63,15 @@ class ShardSpec:
         return whole.index_select(1, self._local(whole.device))
 
     def gathered(self, shard: Tensor) -> Tensor:
-        """Return the whole tensor (rows, tokens, ...) from all ranks' shards. Collective over ranks of the sequence.
+        """Return the whole tensor (rows, tokens, ...) from all ranks' shards. Collective over the ranks of the
+        sequence.
 
         Args:
-            shard: (rows or 1, local tokens, ...), this rank's shard.
+            shard: This rank's shard (rows or 1, local tokens, ...).
 
         Raises:
-            DisagreementError: on all of these ranks, if one makes another call.
-            CommunicationError: if one of them does not make the call.
+            DisagreementError: A rank of the sequence makes a different call; raised on all ranks of the sequence.
+            CommunicationError: A rank of the sequence does not join the gather.
         """
         shape = (self.rows, self.tokens, *shard.shape[2:])
         call = f"gather of whole {self.name}, which all ranks must make"
@@ -88,14 +89,15 @@ class ShardSpec:
     def narrow(
         self, rows: slice, tokens: slice | tuple[int, ...], device: torch.device | str = "cpu"
     ) -> tuple[ShardSpec, Tensor]:
-        """Return the ShardSpec of some rows and tokens, and the indices of those tokens in this rank's shard.
+        """Return the ShardSpec of selected rows and tokens, and the indices of the selected tokens in this rank's
+        shard.
 
-        Without `joined`, a shard has all rows, and the caller slices them.
+        Unless `joined`, a shard contains all rows, and the caller must slice them.
 
         Args:
-            rows: which rows.
-            tokens: which tokens of each row, in ascending order.
-            device: where the indices are needed.
+            rows: The selected rows.
+            tokens: The selected tokens of each row, in ascending order.
+            device: The device of the indices.
         """
         chosen = range(self.rows)[rows], tokens if isinstance(tokens, tuple) else range(self.tokens)[tokens]
         narrow = dataclasses.replace(
@@ -111,13 +113,13 @@ class ShardSpec:
         return self.sp.layout_tensors.get(("local", self.key), device, lambda: self._positions(self.sp.rank))
 
     def _positions(self, rank: int) -> Tensor:
-        """Return the positions of a rank's tokens in a row; with joined, row * tokens + token."""
+        """Return the positions of a rank's tokens in a row; if joined, `row * tokens + token`."""
         if self.narrowed_from is not None:
             return (narrowed := self._narrowed(rank))[narrowed >= 0]
         return self.sp.held(self.tokens, self.placement or self.sp.place(self.tokens), rank)
 
     def _narrowed(self, rank: int) -> Tensor:
-        """Return the position here of each token that a rank has of the wider tensor; -1 if it is not here."""
+        """Return, for each of a rank's tokens in the wider tensor, its position in the narrowed tensor, or -1."""
         assert self.narrowed_from is not None
         wide, rows, tokens = self.narrowed_from
         positions = wide._positions(rank)
@@ -130,7 +132,7 @@ class ShardSpec:
 
 
 def _index_in(chosen: Chosen, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each number among the chosen ones, and whether it is one of them."""
+    """Return the index of each number within `chosen`, and whether `chosen` contains the number."""
     if isinstance(chosen, tuple):
         numbers = torch.tensor(chosen, device="cpu")
         index = torch.searchsorted(numbers, x).clamp(max=len(chosen) - 1)
@@ -141,7 +143,7 @@ def _index_in(chosen: Chosen, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def warn_of_size(name: str, gib: float) -> None:
-    """Warn once in a process for each name and size (GiB)."""
+    """Warn once per process for each name and size (GiB)."""
     warnings.warn(
         f"whole {name} of {gib} GiB are gathered on every rank of a sequence: slice what is needed first, or work on "
         f"this rank's local shard, {name}.local (docs/own_loop.md)",

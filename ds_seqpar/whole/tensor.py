@@ -1,12 +1,14 @@
-"""Tensors of whole sequences whose tokens stay on the ranks that computed them, until their values are read.
+"""Tensors of whole sequences, whose tokens stay on the ranks that computed them until the values are read.
 
-To its user a `WholeTensor` is the whole tensor. It has the whole tensor's shape, and every torch function returns the
-same result as for the whole, gradients included. Internally it holds this rank's shard. Functions that work token by
-token run on the shard and return another WholeTensor: conversions, arithmetic, softmax, slices of rows and tokens. Any
-other function gathers the whole first, once, from all ranks of the sequence.
+To user code, a `WholeTensor` is the whole tensor: it has the whole shape, and every torch function returns the same
+result and gradients as on the whole tensor. Internally, a WholeTensor stores this rank's shard. Functions that process
+tokens independently run on the shard and return another WholeTensor; examples are conversions, arithmetic, softmax, and
+slices of rows and tokens. Any other function first gathers the whole tensor from all ranks of the sequence; the result
+is kept for later calls.
 
-All ranks of a sequence compute the same from the whole, so each receives the whole gradient. Backward takes this rank's
-shard of it, times the number of ranks of the sequence, because gradients are averaged over all ranks of the job.
+All ranks of a sequence run the same computation on the whole tensor, so each rank receives the whole gradient. Backward
+selects this rank's shard of the gradient, and multiplies the shard by the number of ranks that share the sequence,
+because gradients are averaged over all ranks of the job.
 """
 
 from __future__ import annotations
@@ -29,25 +31,25 @@ from ..data.sharding import Sharding
 from ..guards.waits import explaining_failure
 from .shard_spec import ShardSpec
 
-Rule = Callable[[Any, dict[str, Any]], Any]  # (operator, arguments by name) -> result, or None if it needs the whole
-RULES: dict[str, Rule] = {}  # by the operator's name; filled by rules.py
+Rule = Callable[[Any, dict[str, Any]], Any]  # (operator, arguments by name) -> result, or None to gather the whole
+RULES: dict[str, Rule] = {}  # operator name -> rule; filled by rules.py
 
 
 class WholeTensor(Tensor):
-    """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat; this rank holds a shard of it."""
+    """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank stores a shard."""
 
     shard: Tensor  # (1 or rows, local tokens, ...), without autograd
-    shard_spec: ShardSpec  # which rank has which tokens
+    shard_spec: ShardSpec  # the assignment of tokens to ranks
     flat: bool  # whether rows and tokens are one dim
-    is_piece: bool  # whether it is a view or a slice of another WholeTensor
-    pieces: list[weakref.ref[WholeTensor]]  # all views and slices of one tensor; they share the list with it
-    _gathered: Tensor | None  # the whole, once it was gathered
+    is_piece: bool  # whether this is a view or a slice of another WholeTensor
+    pieces: list[weakref.ref[WholeTensor]]  # all views and slices of one tensor, in a shared list
+    _gathered: Tensor | None  # the whole tensor, after it has been gathered
 
     @staticmethod
     def __new__(
         cls: type[WholeTensor], shard: Tensor, shard_spec: ShardSpec, flat: bool = False, of: WholeTensor | None = None
     ) -> WholeTensor:
-        """Wrap this rank's shard. of: the WholeTensor that the new one is a view or a slice of."""
+        """Wrap this rank's shard. `of` is the WholeTensor that the new tensor is a view or a slice of."""
         lead = (shard_spec.rows * shard_spec.tokens,) if flat else (shard_spec.rows, shard_spec.tokens)
         tensor = compat.make_wrapper(cls, (*lead, *shard.shape[2:]), dtype=shard.dtype, device=shard.device)
         tensor.shard, tensor.shard_spec, tensor.flat, tensor._gathered = shard, shard_spec, flat, None
@@ -58,23 +60,29 @@ class WholeTensor(Tensor):
 
     @property
     def placement(self) -> BatchLayout | None:
-        """The batch's placement, for `sp.gather` and `sp.shard`; None if the configured layout is enough."""
+        """The batch's placement, for `sp.gather` and `sp.shard`; None for the configured layout."""
         return self.shard_spec.placement
 
     @property
     def local(self) -> Tensor:
-        """This rank's shard, (rows, local tokens, ...), or (1, local tokens, ...) where rows lie end to end.
+        """This rank's differentiable shard, (rows, local tokens, ...), or (1, local tokens, ...) if rows are
+        concatenated.
 
-        It has gradients. Compute a loss from it on every rank, and add up the losses with `sp.sum_over_ranks`.
+        To train on the shards, compute a loss from `local` on every rank, and add up the losses with
+        `sp.sum_over_ranks`.
         """
         return _Local.apply(self)
 
     def whole(self) -> Tensor:
-        """Return the whole as a plain tensor with gradients. The first call is collective over the sequence's ranks."""
+        """Return the whole tensor, plain and differentiable. The first call is collective over the ranks of the
+        sequence.
+        """
         return _Gathered.apply(self)
 
     def gathered(self) -> Tensor:
-        """Return the whole as a plain tensor, without gradients. The first call is collective, as for `whole`."""
+        """Return the whole tensor, plain and without gradients. The first call is collective over the ranks of the
+        sequence.
+        """
         if self._gathered is None:
             whole = self.shard_spec.gathered(self.shard)
             self._gathered = whole.flatten(0, 1) if self.flat else whole
@@ -82,11 +90,11 @@ class WholeTensor(Tensor):
 
     @property
     def lead(self) -> int:
-        """How many leading dims are rows and tokens: 1 if flat, else 2."""
+        """Number of leading dims for rows and tokens: 1 if flat, else 2."""
         return 1 if self.flat else 2
 
     def is_like(self, other: WholeTensor) -> bool:
-        """Whether each rank has the same tokens of both, and both or neither are flat."""
+        """Return whether each rank holds the same tokens of both tensors, and `flat` is the same."""
         return self.shard_spec.is_like(other.shard_spec) and self.flat == other.flat
 
     @classmethod
@@ -120,7 +128,7 @@ class WholeTensor(Tensor):
             name = name.removesuffix("_")
             _check_change(changed)
         result, rule = None, RULES.get(name)
-        is_whole = all(x._gathered is not None for x in wholes(args, kwargs))  # then it may have been written to
+        is_whole = all(x._gathered is not None for x in wholes(args, kwargs))  # the whole may have been modified
         if rule is not None and not is_whole and (changed is None or changed._gathered is None):
             result = rule(func, _by_name(func, args, kwargs))
         if result is None:
@@ -129,30 +137,31 @@ class WholeTensor(Tensor):
 
 
 def whole_of(shard: Tensor, shard_spec: ShardSpec) -> WholeTensor:
-    """Return the WholeTensor of all ranks' shards, with gradients. It communicates when its values are read, and in
-    backward.
+    """Return the differentiable WholeTensor of all ranks' shards.
+
+    Communication happens when the values are read, and in the backward pass.
 
     Args:
-        shard: (rows, local tokens, ...), or (1, local tokens, ...) where rows lie end to end.
-        shard_spec: which rank has which tokens.
+        shard: (rows, local tokens, ...), or (1, local tokens, ...) if rows are concatenated.
+        shard_spec: The assignment of tokens to ranks.
     """
     return _FromShard.apply(shard, shard_spec)
 
 
 def whole_loss(sp: Sharding, local: Tensor) -> Tensor:
-    """Return the sum of the ranks' shares of a loss, a scalar. Collective over ranks of a sequence, in backward too.
+    """Return the sum of the ranks' scalar shares of a loss. Collective over the ranks of a sequence, in backward too.
 
-    The gradient of a share is `size` times that of the loss, because gradients are averaged over ranks.
+    The gradient of a share is `size` times the gradient of the loss, because gradients are averaged over ranks.
 
     Args:
-        sp: the SequenceParallel.
-        local: this rank's share of the loss, a scalar.
+        sp: The SequenceParallel.
+        local: This rank's scalar share of the loss.
     """
     return _Sum.apply(local, sp)
 
 
 def shard_of(x: Tensor, shard_spec: ShardSpec, flat: bool = False) -> Tensor:
-    """Return this rank's shard of a whole tensor, plain or WholeTensor. flat: whether rows and tokens are one dim."""
+    """Return this rank's shard of a plain tensor or WholeTensor. `flat` means that rows and tokens are one dim."""
     if isinstance(x, WholeTensor):
         if x._gathered is None and x.shard_spec.is_like(shard_spec):
             return x.shard
@@ -161,7 +170,7 @@ def shard_of(x: Tensor, shard_spec: ShardSpec, flat: bool = False) -> Tensor:
 
 
 class _FromShard(Function):
-    """shard -> WholeTensor."""
+    """Convert a shard to a WholeTensor."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, shard_spec: ShardSpec) -> WholeTensor:
@@ -172,18 +181,18 @@ class _FromShard(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.shard_spec.sp.calls.enter()  # else a rank that gathers something now would hang
+        ctx.shard_spec.sp.calls.enter()  # otherwise, a rank that gathers now would hang
         return shard_of(grad, ctx.shard_spec) * ctx.shard_spec.sp.size, None
 
 
 class _Sum(Function):
-    """A rank's share of the loss -> the loss of all ranks of the sequence."""
+    """Sum the shares of a loss over the ranks of a sequence."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, sp: Sharding) -> Tensor:
         ctx.sp, total = sp, local.detach().clone()
         sp.calls.follow("whole loss")
-        if (group := sp.group_for(local)) is not None:  # torch takes None for all ranks
+        if (group := sp.group_for(local)) is not None:  # torch would interpret None as all ranks
             with explaining_failure("the sum of the loss over ranks", group):
                 dist.all_reduce(total, group=group)
         return total
@@ -196,7 +205,7 @@ class _Sum(Function):
 
 
 class _Gathered(Function):
-    """WholeTensor -> the whole as a plain tensor."""
+    """Convert a WholeTensor to the whole as a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: WholeTensor) -> Tensor:
@@ -210,9 +219,9 @@ class _Gathered(Function):
 
 
 class _Local(Function):
-    """WholeTensor -> this rank's shard.
+    """Convert a WholeTensor to this rank's shard.
 
-    Its backward divides by the number of ranks, because both `sum_over_ranks` and `_FromShard` multiply by it.
+    The backward pass divides by the number of ranks, because both `sum_over_ranks` and `_FromShard` multiply by it.
     """
 
     @staticmethod
@@ -227,7 +236,7 @@ class _Local(Function):
 
 
 class _Narrowed(Function):
-    """WholeTensor -> a slice of its rows and tokens; each rank keeps the tokens that it has."""
+    """Slice rows and tokens of a WholeTensor; each rank keeps those of its tokens that the slice contains."""
 
     @staticmethod
     def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
@@ -246,7 +255,7 @@ class _Narrowed(Function):
 
 
 def _sliced(x: Any, index: Any) -> Any:
-    """Return x[index] without communication if slices or numbers select its rows and tokens, otherwise None."""
+    """Return x[index] without communication if slices or integers select its rows and tokens, otherwise None."""
     if not isinstance(x, WholeTensor) or x.flat or x._gathered is not None:
         return None
     index = list(index) if isinstance(index, tuple) else [index]
@@ -269,7 +278,7 @@ def _sliced(x: Any, index: Any) -> Any:
 
 
 def _as_slice(index: Any, size: int) -> slice | None:
-    """Return a slice or a number as a slice; None for any other index."""
+    """Convert a slice or an integer to a slice. Return None for any other index."""
     if isinstance(index, slice) and (index.step is None or index.step > 0):
         return index
     if type(index) is int and -size <= index < size:
@@ -278,7 +287,10 @@ def _as_slice(index: Any, size: int) -> slice | None:
 
 
 def _check_change(x: Any) -> None:
-    """Raise InputError for a piece or a tensor with pieces: they do not share memory, so only one would change."""
+    """Raise InputError if a view or slice, or a tensor with views or slices, is changed in place.
+
+    Views and slices do not share memory, so a change would affect only one of them.
+    """
     if isinstance(x, WholeTensor) and (x.is_piece or any(piece() is not None for piece in x.pieces)):
         raise InputError(
             "a view or a slice of a model's whole output cannot be changed in place, nor a tensor that has one; got "
@@ -287,7 +299,7 @@ def _check_change(x: Any) -> None:
 
 
 def _refuse_change(x: Any) -> NoReturn:
-    """Raise InputError: a WholeTensor does not own memory that could be resized or replaced."""
+    """Raise InputError, since a WholeTensor owns no memory that could be resized or replaced."""
     raise InputError(
         "a model's whole output cannot get another shape or other memory in place, nor be an out=; got one of "
         f"{x.shard_spec.name}, make a new tensor"
@@ -295,7 +307,9 @@ def _refuse_change(x: Any) -> NoReturn:
 
 
 def plain(x: Any) -> Any:
-    """Return `x.whole()` of a WholeTensor, and anything else as it is. The first call for x is collective."""
+    """Return `x.whole()` for a WholeTensor; return anything else unchanged. The first call for a WholeTensor is
+    collective.
+    """
     return _Gathered.apply(x) if isinstance(x, WholeTensor) else x
 
 
@@ -304,26 +318,26 @@ def _gathered(x: Any) -> Any:
 
 
 def wholes(*arguments: Any) -> list[WholeTensor]:
-    """Return all WholeTensors in arguments, nested ones included."""
+    """Return all WholeTensors in the arguments, including nested ones."""
     return [x for x in tree_leaves(arguments) if isinstance(x, WholeTensor)]
 
 
 def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of an operator by name, with defaults for omitted ones."""
+    """Return an operator's arguments by name, including defaults."""
     defaults = {a.name: a.default_value for a in compat.schema(func).arguments if a.has_default_value()}
     return {**defaults, **{a.name: x for a, x in zip(compat.schema(func).arguments, args, strict=False)}, **kwargs}
 
 
-# methods that read the memory of a tensor
+# methods that read a tensor's memory
 MEMORY = """
     numpy tolist data_ptr storage untyped_storage __repr__ __format__ __reduce_ex__ __deepcopy__ __array__ __dlpack__
 """
 DATA = compat.tensor_data
-# functions that get the whole as a plain tensor
+# functions that receive the whole as a plain tensor
 PLAIN = {
     *(getattr(Tensor, name) for name in MEMORY.split()),
     DATA.__get__,
-    *(f for of in (torch, Tensor) for f in (of.quantile, of.nanquantile)),  # they change shapes in place
+    *(f for of in (torch, Tensor) for f in (of.quantile, of.nanquantile)),  # change shapes in place
 }
 UNCHANGEABLE = {DATA.__set__}  # functions that raise
-RESHAPING = {"resize_", "resize_as_", "set_"}  # they change a shape in place, without the tag for it
+RESHAPING = {"resize_", "resize_as_", "set_"}  # change shapes in place, but lack the tag inplace_view

@@ -1,11 +1,11 @@
-"""DeepSpeed's collective in shared memory, an op in C++, and the lock file that guards its compilation.
+"""DeepSpeed's shared-memory collective, a C++ op, and the lock file that guards its compilation.
 
-The processes of a machine without GPUs use this op for all-reduce. DeepSpeed compiles it when it first starts there. If
-several processes start at once, one compiles, and the others wait until its lock file is gone. If that process is
-interrupted, the file remains, and every later start would wait forever without a message. So the lock file is checked
-before DeepSpeed starts.
+On a machine without GPUs, DeepSpeed's processes use the op for all-reduce. DeepSpeed compiles the op on first use. If
+several processes start together, one of them compiles, and the others wait until the lock file is removed. If the
+compiling process is interrupted, the lock file remains, and every later start would wait forever without a message. To
+prevent such a hang, the lock file is checked before DeepSpeed starts.
 
-Compiled ops stay with the environment for which they were compiled, regardless of how ranks are launched.
+Compiled ops are stored in the Python environment for which they were compiled, regardless of the launcher.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from pathlib import Path
 from . import shared_memory
 
 OP = "deepspeed_shm_comm"
-NEW_LOCK = 2.0  # seconds: the owner of a younger lock file may not have it open yet
+NEW_LOCK = 2.0  # seconds; the owner of a newer lock file may not have opened it yet
 
 
 def _use_environment() -> None:
-    """Make torch compile into the environment, if that is writable.
+    """Make torch compile ops into the Python environment's folder if the folder is writable.
 
-    torch's own folder is in the user's home, where other environments put their ops and rebuild these.
+    torch's default folder is in the user's home directory, where other environments would overwrite the compiled ops.
     """
     folder = Path(sys.prefix, "torch_extensions")
     if os.access(folder if folder.exists() else sys.prefix, os.W_OK):
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
 
 
-_use_environment()  # at import: TrainingArguments and Accelerators start DeepSpeed before a model is at hand
+_use_environment()  # on import, since TrainingArguments and Accelerators start DeepSpeed before a model exists
 
 
 def compile_op() -> bool:
-    """Compile the op, or find it compiled. Returns whether DeepSpeed uses it on this machine."""
+    """Compile the op unless already compiled. Return whether DeepSpeed uses the op on this machine."""
     prepare_start()
     from ...base import compat
 
@@ -49,7 +49,7 @@ def compile_op() -> bool:
 
 @contextlib.contextmanager
 def telling_time(what: str, every: float = 10.0) -> Iterator[None]:
-    """Context manager in which a line on stdout regularly says how much time has passed."""
+    """Context manager that regularly prints the elapsed time."""
     start, done = time.monotonic(), threading.Event()
 
     def tell() -> None:
@@ -68,8 +68,8 @@ def telling_time(what: str, every: float = 10.0) -> Iterator[None]:
 def prepare_start() -> None:
     """Prepare a rank for the start of DeepSpeed: wait while another process compiles the op.
 
-    The first rank of a machine also removes the shared memory files that earlier runs left behind, and prints a message
-    if the op must be compiled next.
+    The first rank of a machine also removes shared memory files of earlier runs, and prints a message if the op must be
+    compiled.
     """
     wait_for_compiler()
     if (lock := lock_file()) is not None and _is_first_of_machine():
@@ -82,14 +82,14 @@ def prepare_start() -> None:
 
 
 def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None = None) -> None:
-    """Return once no other process compiles the op; at once if DeepSpeed has started and so loaded it.
+    """Wait until no other process compiles the op. Return at once if DeepSpeed has already started and loaded the op.
 
-    A lock whose owner is gone, i.e. which nobody has open, is removed. That can be determined only on Linux, and not on
-    every shared file system. Otherwise the message says what to remove, and waiting continues.
+    A lock file that no process has open is removed. Open files can be detected only on Linux, and not on every shared
+    file system. In other cases, the message names the file to remove, and waiting continues.
 
     Args:
-        patience: seconds after which a message, printed once, says what is waited for.
-        say: takes a message; default: logs it once per node.
+        patience: Seconds until a message, printed once, describes the reason for waiting.
+        say: Receives a message; default: log once per node.
     """
     from deepspeed import comm
 
@@ -108,7 +108,7 @@ def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None 
 
 
 def lock_file() -> Path | None:
-    """Return the path of the lock while the op is being compiled; None if DeepSpeed does not compile one."""
+    """Return the path of the lock file that exists during compilation; None if DeepSpeed compiles no op."""
     from deepspeed.accelerator import get_accelerator
 
     from ...base import compat
@@ -119,8 +119,8 @@ def lock_file() -> Path | None:
 
 
 def _remove_orphan(lock: Path) -> bool:
-    """Remove a lock whose owner is gone, and return whether it did."""
-    with contextlib.suppress(FileNotFoundError):  # gone by itself
+    """Remove a lock file that no process has open. Return whether the file was removed."""
+    with contextlib.suppress(FileNotFoundError):  # already removed
         is_new = time.time() - lock.stat().st_mtime < NEW_LOCK
         return not is_new and shared_memory.remove_unheld(lock) is not None
     return False

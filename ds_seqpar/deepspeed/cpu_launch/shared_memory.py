@@ -1,8 +1,9 @@
-"""The shared memory of DeepSpeed's CPU op: one file of 66 MiB for each rank, which DeepSpeed makes and never removes.
-DeepSpeed makes the files if its launcher starts all ranks on one machine without GPUs. Each rank maps the files of all
-ranks. `unname` removes their names once every rank has mapped them; the memory is then freed when the last rank ends,
-in whatever way. `remove_left_behind` removes the files of runs that ended before `unname` or never call it, such as
-runs of DeepSpeed without this package.
+"""The shared memory of DeepSpeed's CPU op: one file of 66 MiB per rank, which DeepSpeed creates and never removes.
+
+DeepSpeed creates the files if its launcher starts all ranks on one machine without GPUs. Each rank maps the files of
+all ranks. `unname` removes the file names after every rank has mapped the files; the memory is freed when the last rank
+exits, for whatever reason. `remove_left_behind` removes the files of runs that exited before `unname` or never called
+it, such as DeepSpeed runs without this package.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-FOLDER = Path("/dev/shm")  # where the C library's shm_open makes files
-# as deepspeed/ops/csrc/cpu/comm/shm.cpp names them: user, address and port of the first rank, rank
+FOLDER = Path("/dev/shm")  # where the C library's shm_open creates files
+# as in deepspeed/ops/csrc/cpu/comm/shm.cpp: user, address and port of the first rank, rank
 NAME = "deepspeed_allreduce_buffer_{user}_{address}_{port}_{rank}"
 
 
 def remove_left_behind(say: Callable[[str], None]) -> None:
-    """Remove this user's files that no process has open, and report it.
+    """Remove this user's shared memory files that no process has open, and report their number and size.
 
-    Files with the names of this run are kept: its ranks may already be starting, and use them again.
+    Files with the names of this run are kept, since its ranks may already be starting and reuse them.
 
     Args:
-        say: takes a message.
+        say: Receives a message.
     """
     if not FOLDER.exists():  # not Linux
         return
@@ -40,15 +41,16 @@ def remove_left_behind(say: Callable[[str], None]) -> None:
 
 
 def unname() -> None:
-    """Remove the names of the files that this process has mapped. Call it only when all ranks have mapped them.
+    """Remove the names of the files that this process has mapped. Call `unname` only after all ranks have mapped the
+    files.
 
-    It does nothing on systems other than Linux.
+    On systems other than Linux, nothing is removed.
     """
     if sys.platform != "linux":
         return
     with open("/proc/self/maps", encoding="utf-8") as lines:
         mapped = [Path(fields[5].rstrip("\n")) for line in lines if len(fields := line.split(maxsplit=5)) == 6]
-    for file in set(_matching(mapped)):  # a file whose name is gone already has " (deleted)" there
+    for file in set(_matching(mapped)):  # after removal, a file is listed with " (deleted)"
         with contextlib.suppress(FileNotFoundError):  # another rank was faster
             file.unlink()
 
@@ -63,12 +65,14 @@ def _matching(files: Iterable[Path]) -> list[Path]:
 
 
 def remove_unheld(file: Path) -> int | None:
-    """Remove a file of this user that no process has open or mapped. Returns its size in bytes, or None if it is kept.
+    """Remove this user's file unless a process has the file open or mapped. Return the size of the removed file in
+    bytes, or None.
 
-    It is kept on systems other than Linux.
+    On systems other than Linux, the file is kept.
 
-    The kernel grants a lease for writing only on a file that nobody else has open: no other user, no other container.
-    Anyone who opens the file during the lease waits. The resulting signal would end this process by default.
+    The kernel grants a write lease only on a file that no other process has open, including processes of other users
+    and containers. If another process opens the file during the lease, that process waits, and this process receives a
+    signal, which would terminate it by default.
     """
     if sys.platform != "linux":
         return None
@@ -76,13 +80,13 @@ def remove_unheld(file: Path) -> int | None:
 
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # another user's, or gone
+    except OSError:  # owned by another user, or gone
         return None
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
             return None
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # which is ignored
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # SIGURG is ignored by default
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         if not os.path.samestat(status, os.lstat(file)):
             return None

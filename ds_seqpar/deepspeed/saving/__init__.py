@@ -1,1 +1,1 @@
-"""Checkpoints that are written whole or not at all, and from which a run with another world size can resume."""
+"""Atomic checkpoints, from which a run with a different world size can resume."""

@@ -1,5 +1,7 @@
-"""Write a checkpoint so that it is complete or absent, even if a rank is killed. Ranks write into a folder next to it,
-sync their files to the disk and agree that every file is complete. Then one rename makes that folder the checkpoint.
+"""Write checkpoints that are either complete or absent, even if a rank is killed.
+
+Ranks write into a temporary folder next to the checkpoint, sync their files to disk, and agree that all files are
+complete. A single rename then turns the temporary folder into the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from ...base import compat
 from ...base.errors import ConfigError, SeqParError
 from ...guards.agreement import assert_ranks_agree
 
-UNFINISHED, FORMER = ".unfinished", ".former"  # folders, beside checkpoints, of one that is written and one it replaces
-RANK = re.compile(r"(?:pp_rank|rng_state|parallel_rank)_(\d+)")  # in the name of a file that belongs to one rank
+UNFINISHED, FORMER = ".unfinished", ".former"  # folders for new and replaced checkpoints during a save
+RANK = re.compile(r"(?:pp_rank|rng_state|parallel_rank)_(\d+)")  # matches the names of files that belong to one rank
 ARCHIVES = (".pt", ".pth")
-TRIAL = 1 << 20  # bytes that are written to learn why others could not be
+TRIAL = 1 << 20  # bytes of a test write that reveals why earlier writes failed
 
 
 class AtomicCheckpoint:
     """A checkpoint that is being written.
 
     Attributes:
-        path: The folder to write into. It becomes `folder / name`.
+        path: The folder to write to, which later becomes `folder / name`.
         error: The error of this rank's write, if any.
-        needed: Number of bytes to write; 0 if unknown.
+        needed: Number of bytes that this rank could not write; 0 if unknown.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -45,16 +47,15 @@ class AtomicCheckpoint:
 
     @contextlib.contextmanager
     def keeping_errors(self, *written: Any) -> Iterator[None]:
-        """Context manager that holds back an exception until the end, because other ranks continue and wait for this
-        one.
+        """Context manager that stores an exception for later, because other ranks continue and wait for this rank.
 
         Args:
-            *written: What is being written: tensors, or objects that contain some.
+            *written: The tensors being written, or objects that contain tensors.
         """
         try:
             yield
         except SeqParError:
-            raise  # on all ranks
+            raise  # raised on all ranks
         except Exception as reason:
             self.error = self.error or reason
             self.needed += sum(x.nbytes for x in compat.tree_leaves(written) if isinstance(x, torch.Tensor))
@@ -75,7 +76,7 @@ class AtomicCheckpoint:
         return wrong
 
     def sync(self, rank: int, leads: bool) -> None:
-        """Sync this rank's files to the disk. Raises OSError if that fails or a file is incomplete."""
+        """Sync this rank's files to disk. Raises OSError if syncing fails or a file is incomplete."""
         for path in sorted(self.path.rglob("*")):
             match = RANK.search(path.name)
             if not path.is_file() or not (int(match[1]) == rank if match else leads):
@@ -85,9 +86,9 @@ class AtomicCheckpoint:
                 raise OSError(f"{path.name} is not complete")
 
     def publish(self, latest: bool) -> None:
-        """Make the folder a checkpoint; with `latest`, the one that DeepSpeed loads by default."""
+        """Turn the folder into a checkpoint; with `latest`, into the checkpoint that DeepSpeed loads by default."""
         target, former = self.folder / self.name, self.folder / FORMER / self.name
-        if target.exists():  # which no rename replaces at once; `recover` puts it back
+        if target.exists():  # a rename cannot replace a folder; `recover` restores this one if needed
             former.parent.mkdir(exist_ok=True)
             target.rename(former)
         _sync(self.path)
@@ -101,18 +102,17 @@ class AtomicCheckpoint:
 def atomic_checkpoint(
     group: dist.ProcessGroup, folder: Path, name: str, leads: bool, latest: bool = False
 ) -> Iterator[AtomicCheckpoint]:
-    """Context manager in which ranks write a checkpoint; the checkpoint appears when the context ends. Collective over
-    all ranks.
+    """Context manager in which ranks write a checkpoint, which becomes visible on exit. Collective over all ranks.
 
     Args:
         group: The group of all ranks.
-        folder: The folder of checkpoints.
-        name: The checkpoint's name in it.
-        leads: Whether this rank renames; one of the ranks that see the same folder.
-        latest: Whether DeepSpeed loads it by default from then on.
+        folder: The folder that contains checkpoints.
+        name: The name of the checkpoint in `folder`.
+        leads: Whether this rank renames folders; true for one rank per file system.
+        latest: Whether DeepSpeed should load the checkpoint by default from now on.
 
     Raises:
-        ConfigError: On every rank, if one could not write. Nothing has changed then.
+        ConfigError: A rank could not write; nothing has changed. Raised on every rank.
     """
     checkpoint = AtomicCheckpoint(folder, name)
     with checkpoint.keeping_errors():
@@ -134,7 +134,7 @@ def atomic_checkpoint(
             if leads:
                 checkpoint.publish(latest)
                 with contextlib.suppress(OSError):
-                    recover(folder)  # before others look into the folder, as when this save is part of another
+                    recover(folder)  # before other ranks read the folder, for example in a nested save
         _agree(group, checkpoint)
     finally:
         if leads:
@@ -147,8 +147,9 @@ def _agree(group: dist.ProcessGroup, checkpoint: AtomicCheckpoint) -> None:
 
 
 def recover(folder: Path, remove: bool = True) -> None:
-    """Restore the files that a killed save was about to replace in a folder of checkpoints, and remove its other files.
-    Only the run that saves there may do so: others may look at a folder while a checkpoint is being written.
+    """Restore checkpoints that a killed save was about to replace, and remove the killed save's files.
+
+    Only the run that saves to a folder may remove files there, since other runs may read the folder during a save.
     """
     for former in sorted((folder / FORMER).glob("*")):
         if not (folder / former.name).exists():
@@ -158,7 +159,7 @@ def recover(folder: Path, remove: bool = True) -> None:
 
 
 def _write_at_once(path: Path, text: str) -> None:
-    """Write a text file such that readers see either the old text or the new one."""
+    """Replace a text file atomically, so that readers see either the old or the new text."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")
     _sync(draft)
@@ -167,10 +168,10 @@ def _write_at_once(path: Path, text: str) -> None:
 
 
 def _why_nothing_can_be_written(folder: Path) -> str:
-    """Return why no file can be written in a folder, such as "No space left on device"; "" if one can.
+    """Return why files cannot be written to a folder, such as "No space left on device"; "" if they can.
 
-    torch, safetensors and numpy hide this reason: on a full disk they report an unexpected position or a failed stream.
-    The partial files still take up space.
+    torch, safetensors and numpy hide the reason: on a full disk, they report an unexpected position or a failed stream.
+    Partially written files still occupy the space, so a test write fails for the same reason.
     """
     if folder.is_dir():
         try:
@@ -188,13 +189,13 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     except OSError as reason:
         if reason.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
-            raise  # else a file system that syncs no folders, as some that reach a network do
+            raise  # some network file systems cannot sync folders
     finally:
         os.close(descriptor)
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file was written to its end: a zip archive, such as torch.save's, has its directory there."""
+    """Return whether a file is complete. A zip archive, such as those of torch.save, ends with its directory."""
     if path.suffix in ARCHIVES:
         return path.is_file() and zipfile.is_zipfile(path)
     try:

@@ -1,4 +1,4 @@
-"""Save a DeepSpeed engine's checkpoints whole, and load them into the same run or a changed one."""
+"""Save a DeepSpeed engine's checkpoints atomically, and load them into the same run or a changed run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..hooks import CHECKPOINTS, WRITING, hooks_of
 from .atomic import AtomicCheckpoint, atomic_checkpoint, recover
 from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, report_of_all, restore_missing_state
 
-PROGRESS = 5.0  # seconds after which ranks that wait for a conversion look whether it has ended
+PROGRESS = 5.0  # seconds between checks whether a conversion has finished
 
 # arguments of DeepSpeed's load_checkpoint, by position
 OPTIONS = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only",
@@ -32,19 +32,19 @@ OPTIONS = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_sta
 
 
 class EngineCheckpoints:
-    """The methods of an engine that save and load its checkpoints, around DeepSpeed's own.
+    """Methods that wrap an engine's own methods for saving and loading checkpoints.
 
     Args:
-        engine: DeepSpeed's engine. A second object for the same engine has no effect.
-        sp: The SequenceParallel that it trains with.
-        of_loop: Whether the engine belongs to a loop that nobody else saves, as with `initialize`.
+        engine: DeepSpeed's engine. Wrapping the same engine again has no effect.
+        sp: The SequenceParallel that the engine trains with.
+        of_loop: Whether to also save the state of the training loop, as for `initialize`.
 
     Raises:
-        ConfigError: The configuration requests a writer that continues writing after it has returned.
+        ConfigError: The configuration requests a writer that still writes after its call has returned.
     """
 
     def __init__(self, engine: Any, sp: Sharding, of_loop: bool) -> None:
-        if engine.checkpoint_engine is not None and engine.checkpoint_engine.is_decoupled():  # one that trains
+        if engine.checkpoint_engine is not None and engine.checkpoint_engine.is_decoupled():  # None without training
             raise ConfigError(
                 'checkpoints need a writer that returns once files are written; got "decoupled" in "checkpoint" of '
                 "the JSON, leave it out"
@@ -64,23 +64,23 @@ class EngineCheckpoints:
         *,
         loader: Loader | None = None,
     ) -> bool:
-        """Save a checkpoint, which appears once all ranks have written their files. Collective over all ranks.
+        """Save a checkpoint, which becomes visible when all ranks have written their files. Collective over all ranks.
 
         Args:
             save: DeepSpeed's method.
-            save_dir: The folder of checkpoints.
-            tag: The checkpoint's name. The default is `global_step` with the number of optimizer steps.
-            client_state: What `load_checkpoint` returns.
-            save_latest: Whether `load_checkpoint` loads it by default from then on.
-            exclude_frozen_parameters: Whether to leave out parameters that are not trained.
-            loader: The loader of `sp.loader` whose position is saved; default: that of `training_data`.
+            save_dir: The folder that contains checkpoints.
+            tag: The checkpoint's name; default: `global_step` followed by the number of optimizer steps.
+            client_state: A dict that `load_checkpoint` returns.
+            save_latest: Whether `load_checkpoint` loads this checkpoint by default from now on.
+            exclude_frozen_parameters: Whether to leave out frozen parameters.
+            loader: A loader from `sp.loader`, to save its position; default: the loader of `training_data`.
 
         Returns:
             True.
 
         Raises:
-            ConfigError: On every rank, if one cannot write or gradients are being accumulated. Earlier checkpoints are
-                unchanged.
+            ConfigError: A rank cannot write, or gradients are being accumulated. Earlier checkpoints are unchanged.
+                Raised on every rank.
         """
         engine, folder, group = self.engine, Path(save_dir), self.sp.control_world
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -99,7 +99,7 @@ class EngineCheckpoints:
             with _deferring(checkpoint, writer, "save"), _deferring(checkpoint, engine, scripts, str(folder)):
                 try:
                     save(str(checkpoint.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
-                except Exception as reason:  # not kept: other ranks wait in DeepSpeed's barriers until this one ends
+                except Exception as reason:  # raised at once: other ranks wait in DeepSpeed's barriers
                     if is_lost(reason):
                         raise
                     raise as_seqpar_error("collecting what is saved failed", reason) from reason
@@ -115,30 +115,30 @@ class EngineCheckpoints:
         loader: Loader | None = None,
         **given: Any,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint, even if it was saved with another number of ranks, SP size or ZeRO stage. Collective over
-        all ranks.
+        """Load a checkpoint, even one from a run with another number of ranks, SP size or ZeRO stage.
 
-        If optimizer states are loaded too, the run resumes: its random states and its loader's position are restored.
+        If optimizer states are loaded too, the run resumes: random states and the loader's position are restored.
+        Collective over all ranks.
 
         Args:
             load: DeepSpeed's method.
-            load_dir: The folder of checkpoints.
-            tag: The checkpoint's name; default: the last one that was saved.
-            *options: As DeepSpeed's: load_module_strict, load_optimizer_states, load_lr_scheduler_states,
-                load_module_only and custom_load_fn.
-            loader: The loader of `sp.loader` that resumes; default: the one of `training_data`.
+            load_dir: The folder that contains checkpoints.
+            tag: The checkpoint's name; default: the latest checkpoint.
+            *options: DeepSpeed's load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+                and custom_load_fn.
+            loader: The loader from `sp.loader` that resumes; default: the loader of `training_data`.
             **given: The same options by name.
 
         Returns:
-            (the path that was loaded, the `client_state` that was saved); (None, None) if the folder has no checkpoint
-            yet.
+            (the loaded path, the saved `client_state`), or (None, None) if the folder has no checkpoint yet.
 
         Raises:
-            ConfigError: On every rank, if the checkpoint is incomplete or the run cannot resume from it.
+            ConfigError: The checkpoint is incomplete, or the run cannot resume from the checkpoint. Raised on every
+                rank.
         """
         engine, folder, group = self.engine, Path(load_dir), self.sp.control_world
         if self._leads:
-            with contextlib.suppress(OSError):  # of a folder that is only read
+            with contextlib.suppress(OSError):  # for a read-only folder
                 recover(folder, remove=False)
         assert_ranks_agree(group, "folder of checkpoints", None, call="load_checkpoint")
         given |= zip(OPTIONS, options, strict=False)
@@ -170,7 +170,7 @@ class EngineCheckpoints:
 
     @property
     def _leads(self) -> bool:
-        """Whether this rank creates and renames folders: one rank does so for each file system."""
+        """Whether this rank creates and renames folders; true for one rank per file system."""
         return (self.engine.local_rank if self.engine.use_node_local_storage() else self.engine.global_rank) == 0
 
     def _loader(self, given: Loader | None) -> Loader | None:
@@ -187,8 +187,10 @@ class EngineCheckpoints:
         return state
 
     def _read_loop_state(self, folder: Path, loader: Loader | None) -> dict[str, Any] | None:
-        """Return the loop's state for this rank, or None if the checkpoint has none. Raises ConfigError if this loop
-        cannot resume from it.
+        """Return the loop state for this rank, or None if the checkpoint has none.
+
+        Raises:
+            ConfigError: The training loop cannot resume from the saved state.
         """
         rank = self.engine.global_rank
         file = next((x for x in (_loop_file(folder, 0), _loop_file(folder, rank)) if x.exists()), None)
@@ -209,15 +211,19 @@ class EngineCheckpoints:
                 "loader= to save_checkpoint and load_checkpoint"
             )
         if (state["ranks"], state.get("groups", self.sp.data_size)) != (self.ranks, self.sp.data_size):
-            rank = self.sp.data_rank * state["ranks"] // self.sp.data_size  # all ranks of a sequence draw the same
+            rank = self.sp.data_rank * state["ranks"] // self.sp.data_size  # the same on all ranks of a sequence
         own = torch.load(_loop_file(folder, rank), weights_only=False)
         return state | {"random": own["random"]}
 
     # ---- looking before loading
 
     def _inspected(self, folder: Path, loader: Loader | None) -> tuple[dict[str, Any] | None, bool]:
-        """Return (the loop's state, whether the checkpoint must be converted). Raises ConfigError on every rank if it
-        is incomplete or this run cannot resume from it."""
+        """Return (the loop state, whether the checkpoint must be converted).
+
+        Raises:
+            ConfigError: The checkpoint is incomplete, or this run cannot resume from the checkpoint. Raised on every
+                rank.
+        """
         engine, states = self.engine, None
         settings = DeepSpeedJson.read(engine.config).known
         run = LoadingRun(
@@ -243,9 +249,9 @@ class EngineCheckpoints:
         return states, report.converts
 
     def _convert(self, source: Path) -> None:
-        """Convert a checkpoint on the first rank, once for all later runs. Collective over all ranks.
+        """Convert a checkpoint on the first rank, for this run and all later runs. Collective over all ranks.
 
-        It is written inside the checkpoint's folder, since another run may be saving next to it.
+        The result is written inside the checkpoint's folder, since another run may be saving next to that folder.
         """
         group = self.sp.control_world
         if assert_ranks_agree(group, "conversion", None, number=int(not (source / UNIVERSAL).exists())) == 0:
@@ -254,7 +260,7 @@ class EngineCheckpoints:
         with atomic_checkpoint(group, source, UNIVERSAL, self.engine.global_rank == 0) as checkpoint:
             with ThreadPoolExecutor(1) as pool:
                 jobs = [pool.submit(convert, source, checkpoint.path)] if self.engine.global_rank == 0 else []
-                # in short waits, for which a group's timeout is long enough
+                # wait in short intervals, below the group's timeout
                 while assert_ranks_agree(group, "conversion", None, number=len(wait(jobs, PROGRESS).not_done)):
                     pass
             for job in jobs:
@@ -263,7 +269,9 @@ class EngineCheckpoints:
 
 @contextlib.contextmanager
 def _deferring(checkpoint: AtomicCheckpoint, owner: Any, name: str, *given: Any) -> Iterator[None]:
-    """Context manager in which a method's errors are kept until all ranks have written. `given` replaces arguments."""
+    """Context manager that stores a method's errors until all ranks have written. A non-empty `given` replaces the
+    method's arguments.
+    """
 
     def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         with checkpoint.keeping_errors(args):
@@ -301,6 +309,6 @@ def _unknown(loader: object) -> ConfigError | None:
 
 
 def _last(folder: Path, universal: bool) -> str | None:
-    """Return the name of the last saved checkpoint; None if there is none."""
+    """Return the name of the last saved checkpoint, or None."""
     file = folder / ("latest_universal" if universal else "latest")
     return file.read_text(encoding="utf-8").strip() if file.is_file() else None

@@ -1,8 +1,8 @@
-"""Tell whether a run can resume from DeepSpeed's files, and convert them for another number of ranks or ZeRO stage.
+"""Check whether a run can resume from DeepSpeed's files, and convert them for another number of ranks or ZeRO stage.
 
-DeepSpeed's universal format contains every parameter and its Adam states whole, and can be loaded into any partition.
-What it leaves out is restored here: the step and the settings of parameter groups, if either run uses ZeRO-3; buffers;
-and parameters that are not trained.
+DeepSpeed's universal format contains complete parameters and Adam states, and can be loaded into any partition. This
+module restores everything that the format omits: the step and parameter group settings if either run uses ZeRO-3,
+buffers, and frozen parameters.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from ...guards.agreement import all_gather_objects
 from ..config import DeepSpeedJson, Zero
 from .atomic import is_whole
 
-UNIVERSAL = "universal"  # folder, in a checkpoint's, of its converted copy
-MODEL = "mp_rank_00_model_states.pt"  # the end of the name of a file of weights
-ADAM = ("exp_avg", "exp_avg_sq")  # the states of an optimizer that DeepSpeed converts
+UNIVERSAL = "universal"  # folder of the converted copy, inside the checkpoint's folder
+MODEL = "mp_rank_00_model_states.pt"  # suffix of files with weights
+ADAM = ("exp_avg", "exp_avg_sq")  # the optimizer states that DeepSpeed converts
 GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadingRun:
-    """The run that is to read a checkpoint."""
+    """The run that reads a checkpoint."""
 
     rank: int
     ranks: int
-    stage: int  # of ZeRO
+    stage: int  # ZeRO stage
     dtype: str
-    universal: bool = False  # whether DeepSpeed reads its universal format, which fits any run
+    universal: bool = False  # whether DeepSpeed reads its universal format, which works for any run
 
 
 @dataclasses.dataclass(kw_only=True)
 class EngineReport:
-    """One rank's findings about the files of an engine. The texts are "" if nothing is wrong."""
+    """One rank's findings about the files of an engine. The text fields are "" if there is no problem."""
 
-    name: str = ""  # of the engine's folder
-    fault: str = ""  # what is missing or damaged
-    mismatch: str = ""  # why it belongs to another kind of run
-    ranks: int = 0  # that wrote it
-    converts: bool = False  # whether it must be converted
+    name: str = ""  # name of the engine's folder
+    fault: str = ""  # missing or damaged files
+    mismatch: str = ""  # reason why the checkpoint does not fit this run
+    ranks: int = 0  # ranks that wrote the checkpoint
+    converts: bool = False  # whether a conversion is required
 
 
 def inspect_engine(folder: Path, run: LoadingRun, further: Iterable[Path] = ()) -> EngineReport:
-    """Return a report on the files that this rank would read from an engine's checkpoint.
+    """Report on the files that this rank would read from an engine's checkpoint.
 
     Args:
-        folder: The folder of its tag.
-        run: The run that is to read it.
+        folder: The folder of the checkpoint's tag.
+        run: The run that reads the checkpoint.
         further: Other files and folders that must exist.
     """
     report = EngineReport(name=folder.name)
@@ -68,11 +68,12 @@ def inspect_engine(folder: Path, run: LoadingRun, further: Iterable[Path] = ()) 
 
 
 def report_of_all(group: dist.ProcessGroup | None, inspect: Callable[[], EngineReport]) -> EngineReport:
-    """Return the reports of all ranks on a checkpoint, with the ranks that find a fault. Collective over the group.
+    """Combine the reports of all ranks on a checkpoint, including which ranks found a fault. Collective over the group.
 
     Args:
-        group: The group of all ranks, for CPU tensors.
-        inspect: Returns this rank's report. Any exception counts as a fault: a damaged file may raise anything.
+        group: The group of all ranks for CPU tensors.
+        inspect: Returns this rank's report. Any exception counts as a fault, since reading a damaged file can raise
+            anything.
     """
     try:
         report = inspect()
@@ -88,9 +89,9 @@ def report_of_all(group: dist.ProcessGroup | None, inspect: Callable[[], EngineR
 
 
 def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str]:
-    """Check file by file, and yield what is missing or damaged, or "" for an intact file. Sets the rest of the report.
+    """Check file by file, and yield a description of each missing or damaged file, or "" for an intact file.
 
-    The caller stops at the first fault, so later checks may rely on earlier files.
+    Also fill in the rest of the report. The caller stops at the first fault, so later checks may rely on earlier files.
     """
     if run.universal:
         report.ranks = run.ranks
@@ -101,7 +102,7 @@ def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str
     local_file = f"zero_pp_rank_{run.rank}_"
     model_states = next((path for path in models if path.name.startswith(local_file)), models[0])
     yield fault_of(model_states)
-    # as DeepSpeed reads it, except that mmap leaves tensors on the disk
+    # like DeepSpeed, but mmap leaves tensors on disk
     content = torch.load(model_states, map_location="cpu", weights_only=False, mmap=True)
     report.ranks = content.get("dp_world_size", run.ranks)
     settings = DeepSpeedJson.read(content.get("ds_config", {})).known
@@ -135,7 +136,7 @@ def _unconvertible(path: Path, zero: Zero) -> str:
     optimizer = torch.load(path, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
     states = optimizer["optimizer_state_dict" if zero.stage == 3 else "base_optimizer_state"]["state"]
     found: Mapping[str, Any] = next(iter(states.values() if isinstance(states, dict) else states), {})
-    if {*ADAM, "step"} != found.keys():  # as also where amsgrad adds one
+    if {*ADAM, "step"} != found.keys():  # for example, amsgrad adds a state
         return f"DeepSpeed converts Adam's states alone, and this optimizer has {', '.join(found) or 'none'}: {same}"
     return ""
 
@@ -155,14 +156,14 @@ def convert(source: Path, target: Path) -> None:
     from deepspeed.checkpoint.ds_to_universal import main
 
     given = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    with tempfile.TemporaryDirectory() as place:  # whose name has no characters that mean something in a pattern
+    with tempfile.TemporaryDirectory() as place:  # a path without glob characters
         for name, folder in (("from", source), ("to", target)):
             Path(place, name).symlink_to(folder.absolute(), target_is_directory=True)
         folders = {"input_folder": f"{place}/from", "output_folder": f"{place}/to"}
         main(argparse.Namespace(**folders, **given, inject_missing_state=True))
     zero, trained = target / "zero", [path.parent for path in target.glob(f"zero/*/{ADAM[0]}.pt")]
     state = torch.load(zero / "optimizer_state.pt", map_location="cpu", weights_only=False)
-    nested = state.get("optimizer_state_dict")  # of ZeRO-3, whose format has no step of a parameter
+    nested = state.get("optimizer_state_dict")  # ZeRO-3 only, which saves no step per parameter
     step = nested["state"][0]["step"] if nested else torch.load(trained[0] / "step.pt", weights_only=False)
     groups = state["param_groups"]
     for folder in trained if nested else ():
@@ -172,7 +173,7 @@ def convert(source: Path, target: Path) -> None:
     by_stage = {"param_groups": groups, "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups}}
     known = {name: state[name] for name in GLOBAL if name in state}
     torch.save({**known, **by_stage, "ds_version": deepspeed.__version__}, zero / "optimizer_state.pt")
-    # the rest of what loading reads, under the name that each stage looks for
+    # the remaining files for loading, under the name that each stage expects
     models = [target / f"zero_pp_rank_{rank}_{MODEL}" for rank in range(len([*target.glob(f"zero*{MODEL}")]))]
     models = models if nested else [target / MODEL]
     ranks = [torch.load(model, map_location="cpu", weights_only=False, mmap=True) for model in models]
@@ -188,7 +189,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def restore_missing_state(engine: Any, folder: Path) -> None:
-    """Restore what DeepSpeed leaves out of a converted checkpoint that an engine has loaded. Collective under ZeRO-3.
+    """Restore state that DeepSpeed omits when an engine loads a converted checkpoint. Collective under ZeRO-3.
 
     Args:
         engine: DeepSpeed's engine.
@@ -199,7 +200,7 @@ def restore_missing_state(engine: Any, folder: Path) -> None:
     state = torch.load(folder / "zero" / "optimizer_state.pt", map_location="cpu", weights_only=False)
     for group, saved in zip(engine.optimizer.param_groups, state["param_groups"], strict=True):
         group.update({name: value for name, value in saved.items() if name != "params"})
-    for states in engine.optimizer.optimizer.state.values():  # which share a step, where each adds to its own
+    for states in engine.optimizer.optimizer.state.values():  # replace the shared step by a copy per state
         states["step"] = copy.deepcopy(states["step"])
     content = torch.load(folder / MODEL, map_location="cpu", weights_only=False)["module"]
     targets = {name: x for name, x in engine.module.named_parameters() if not x.requires_grad}
