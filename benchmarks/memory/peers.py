@@ -13,8 +13,7 @@ those of the first contender, to 1e-3 (bf16: 2e-2). Two peers are available:
 
 - plain: every rank has the whole sequence, so the total number of tokens is multiplied by the number of ranks.
 - deepspeed: DeepSpeed's recipe (`memory.ranks.alst`), with logits in tiles of 64 MiB. The recipe's own 1 GiB is meant
-  for larger machines (`deepspeed+tile_bytes=1073741824`). With `deepspeed+upipe=2`, attention is computed in two head
-  chunks, as in UPipe (`memory.chunked_by_heads`).
+  for larger machines (`deepspeed+tile_bytes=1073741824`).
 
 Figures are the maximum over ranks. --by selects the measure:
 
