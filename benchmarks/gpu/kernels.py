@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.bench import Bench, different
+from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.shares import Bare, Share
+from benchmarks.runner import largest
 from benchmarks.turns import in_turns, of_device, settle
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.core.runtime.kernels import KERNELS, BlockSpec
@@ -163,7 +164,7 @@ def _tried(bench: Bench, case: Case, one: Any, right: list[Tensor]) -> Any:
         return one
     if not right:
         right += found
-    error = different(found, right)
+    error = max(map(largest, found, right))
     if not error <= bench.sizes.tolerance:
         raise ArithmeticError(f"differs from the first by {error:.1e}, at most {bench.sizes.tolerance:.0e} is right")
     return one

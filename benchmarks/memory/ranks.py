@@ -109,21 +109,13 @@ class Figures:
     allocated: dict[str, int]
 
 
-def measure(
-    model: Model, kind: str, options: dict[str, Any], seq: int, timed: int, follow: bool, limit: int
-) -> Figures:
-    """Run a warm-up step and `timed` timed steps, and track the tensors of one more step if `follow` is set.
+def measure(make: Callable[[], Step], timed: int, follow: bool, limit: int) -> Figures:
+    """Run a warm-up step and `timed` timed steps of the step that `make` creates, and track the tensors of one more
+    step if `follow` is set.
 
     The peak of RSS is reset before each step. The process exits if RSS exceeds `limit` bytes, before the machine runs
     out of memory.
     """
-    return measured(lambda: made(model, kind, options, seq), timed, follow, limit)
-
-
-def measured(
-    make: Callable[[], Step], timed: int, follow: bool, limit: int, read: Callable[[], float] = time.perf_counter
-) -> Figures:
-    """Measure the step that `make` creates, in the same way as `measure`. `read` returns the time."""
     threading.Thread(target=watch, args=(limit,), daemon=True).start()
     step = make()
     rest, found, seconds, highest = memory("VmRSS"), [], [], 0
@@ -131,7 +123,7 @@ def measured(
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")  # resets VmHWM
         dist.barrier()
-        seconds.append(wall(lambda: found.append(step()), read))
+        seconds.append(wall(lambda: found.append(step())))
         highest = max(highest, memory("VmHWM"))
     losses, norms = map(list, zip(*found, strict=True))
     return Figures(rest, highest, seconds[1:], losses, norms, followed(step) if follow else {})
