@@ -100,8 +100,7 @@ def turns(network: net.Network, args: argparse.Namespace, bench: Bench, name: st
         done = [runner.together(ranks)]
         for rate in args.link:
             network.limit(rate)
-            run = lambda: [runner.together(ranks) for _ in range(args.steps)]  # noqa: E731
-            here, *both = runner.carried(ranks, network, run)
+            here, *both = runner.carried(ranks, network, lambda: [runner.together(ranks) for _ in range(args.steps)])
             carried = {side: [n // args.steps for n in nodes] for side, nodes in zip(("out", "in"), both, strict=True)}
             found[rate] = [took for took, _ in here], carried
             done += here

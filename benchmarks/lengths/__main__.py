@@ -182,9 +182,7 @@ def cuts(pack: Pack) -> int:
 def really(args: argparse.Namespace) -> Iterator[list[object]]:
     model = Small(vocab=256, hidden=256, intermediate=1024, layers=2, heads=8, kv_heads=4)
     for kind in args.kinds:
-        lengths, cap = samples(kind, 1, args.scale), CAP * RANKS // 2 // args.scale
-        if kind == "uniform":
-            cap = CAP // args.scale
+        lengths, cap = samples(kind, 1, args.scale), CAP * (1 if kind == "uniform" else RANKS // 2) // args.scale
         config, job = SequenceParallelConfig(size=1).resolve(1, (8, 4)), Job(model=SMALL, dtype="float32")
         costs = Costs.of(config, job, 2, Machine.load("cpu"))
         dealt = deal(lengths, [costs.seconds([n]) for n in lengths], 2, cap) if max(lengths) <= cap else [[], []]

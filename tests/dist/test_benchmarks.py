@@ -1,6 +1,6 @@
 """Every command of the benchmarks, at its smallest size, and what they write, refuse and leave behind.
 
-To add a command, add its words, the columns of its table and the first cells of its rows to `COMMANDS`.
+To add a command, add its words, the columns of its table and the first cells of its rows to `COMMANDS`, or to `SLOW`.
 """
 
 import argparse
