@@ -22,6 +22,7 @@ import signal
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -295,9 +296,10 @@ def largest(found: Tensor, wanted: Tensor) -> float:
 
 
 def followed(index: int) -> tuple[int, int]:
-    """Run a step, and return (bytes that this rank has received, peak bytes of tensors that the step allocates)."""
+    """Run a step, and return (bytes of fp32 that this rank has received, peak bytes of tensors that it allocates)."""
     step = STEPS[index]
-    before = step.sp.comm.received_bytes if step.sp else 0
+    received = step.sp.comm.received if step.sp else Counter()
+    before = received.total()
     with Live(*step.held) as live:
         step.run()
-    return (step.sp.comm.received_bytes if step.sp else 0) - before, live.peak
+    return 4 * (received.total() - before), live.peak

@@ -88,10 +88,10 @@ SLOW = {
         (PREFERENCES, [f"dpo | 64 | 96 | {its} GiB | -" for its in (
             "1 | trl plain, 1 rank | - | - | more than 0.01", "2 | whole logits gathered | - | - | more than 0.005",
             "2 | in parts | - | - | more than 0.005", "2 | in parts, shared prompts | - | - | more than 0.005")]),
-    "lengths --real --kinds uniform --scale 64": (LENGTHS, SMALL_LENGTHS),
+    "lengths --real --kinds uniform --scale 256": (LENGTHS, SMALL_LENGTHS),
     "memory.allocation --ranks 2 --tokens 64 --heads 4 -- u2 ring":
         (["", "forward", "kept", "backward", "gradients", "left"], ["bare kernel", "one rank", "u2", "ring"]),
-    "memory.endurance --steps 100 --ranks 2 --tokens 80":
+    "memory.endurance --steps 100 --ranks 2 --tokens 64 --accumulation 1":
         (["steps", "MiB", "handles", "threads", "objects", "shared files"],
          [*(f"{10 * x} to {10 * x + 10}" for x in range(10)), "grows"]),
     f"memory.footprint --lengths 64 {TINY} -- u2":
@@ -102,7 +102,7 @@ SLOW = {
     f"memory.peers longest --by tensors --budget 4MiB --resolution 64 --most 512 {TINY} -- u2":
         (["contender", "longest", "MiB of it", "to the first"], ["u2 | 512 or more"]),
     "kernels.overhead --parts Call --tokens 16 --calls 2": (["", *SPREADS], None),
-    "media.towers --ranks 2 --pictures 2 --side 8 --rounds 1":
+    "media.towers --ranks 2 --pictures 2 --side 8 --rounds 2":
         (["each rank makes the features", "s", "spread", "of all / these", "spread"],
          ["of all pictures", "of its own pictures"]),
 }  # fmt: skip
