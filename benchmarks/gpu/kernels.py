@@ -124,8 +124,7 @@ def kernels(bench: Bench) -> None:
 
 
 def _case(bench: Bench, case: Case, matrix: Callable[[], Any], clock: Any, rates: dict[tuple[str, str], float]) -> None:
-    heads, dim = bench.sizes.heads[0], bench.sizes.head_dim
-    flops = case.flops(heads, dim)
+    flops = case.flops(bench.sizes.heads[0], bench.sizes.head_dim)
     given = bench.attended(case.tokens // case.ranks)
     ready, right = dict[str, Any](), list[Tensor]()
     for name, make in contenders(bench, case, given).items():
