@@ -32,8 +32,10 @@ def test_the_command_for_a_million_tokens_prints_both_sizes_of_a_row(capsys, tmp
     given = dict(word.split("=") for word in words if "=" in word)
     section = json.loads(cells[3].strip("`"))
     assert given == {name: value if isinstance(value, str) else json.dumps(value) for name, value in section.items()}
-    needed = re.findall(r"needs ([\d.]+) GiB", lines)
-    assert [f"{float(size):,.0f}" for size in needed] == [cell.strip(" |") for cell in cells[5:]]
+    rank, host = (f"{float(size):,.0f}" for size in re.findall(r"needs ([\d.]+) GiB", lines))
+    assert [cell.strip(" |") for cell in cells[5:]] == [rank, host]
+    choosing = PAGE.with_name("choosing_settings.md").read_text(encoding="utf-8")
+    assert f"| `{cells[3].strip('`{}')}`: {rank} GiB on each GPU and {host} GiB" in choosing
 
 
 def test_every_section_is_one():
