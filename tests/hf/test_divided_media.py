@@ -1,14 +1,17 @@
 """Pictures divided among the ranks of a sequence: each is computed once, and all gradients are the plain model's."""
 
+import copy
 import functools
 
 import deepspeed
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from ds_seqpar.base.compat import tree_leaves
 from ds_seqpar.base.errors import ConfigError, SeqParError
+from hf_integration import share_sequences
 from hf_integration.context import ForwardContext, entered
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
@@ -17,7 +20,7 @@ from hf_integration.media.cuts import GRID, LIST, PICTURE, SAME, TILE, Cut, Pict
 from tests.dist.ranks import make
 from tests.hf import llama
 from tests.hf.media_types import model_of
-from tests.launch import on_ranks
+from tests.launch import on_each_of, on_ranks
 
 # of each class of input
 FLAT, FILM, TILES, EACH = "qwen2_5_vl", "qwen3_vl", "idefics3", "llava"
@@ -230,3 +233,33 @@ def refusals(case):
 
 def test_what_cannot_be_divided_and_a_tower_that_fails_raise_on_all_ranks():
     assert all(on_ranks(2, refusals, of_type(FLAT)))
+
+
+def two_steps(model, batch, **options):
+    """Return the names of parameters without a gradient after two backward passes in DDP."""
+    wrapped = DistributedDataParallel(model, **options)
+    for _ in range(2):
+        wrapped(**batch).loss.backward()
+    return [name for name, p in model.named_parameters() if p.grad is None]
+
+
+@pytest.mark.slow
+@on_each_of(2)
+def test_ddp_must_look_for_parameters_of_towers_that_get_no_gradient():
+    """As docs/troubleshooting.md says, for the plain model too."""
+    for model_type in (FLAT, EACH):
+        batch = media_batch(copy_of(model_type))[0]
+        if model_type == FLAT:
+            ids = batch["input_ids"] % 80
+            batch = {"input_ids": ids, "labels": ids}
+        found = []
+        for shares in (False, True):
+            model = copy.deepcopy(copy_of(model_type))
+            if shares:
+                share_sequences(model, size=2, prove="never")
+            with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+                two_steps(model, batch)
+            model.zero_grad()
+            found.append(two_steps(model, batch, find_unused_parameters=True))
+        assert found[0] == found[1] != []
+        assert all(TOWERS[model_type] in name for name in found[0])
