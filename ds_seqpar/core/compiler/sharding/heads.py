@@ -63,7 +63,7 @@ def heads_of_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int, ulysse
 
 
 def _even_slice(total: int, count: int, index: int) -> slice:
-    """Divide `total` heads into `count` slices and return slice `index`. The first slices may each get an extra head."""
+    """Return slice `index` of `total` heads divided into `count` slices. The first slices may get one extra head each."""
     least, larger = total // count, total % count  # torch.compile can trace // and % symbolically, but not divmod
     start = index * least + min(index, larger)
     return slice(start, start + least + (1 if index < larger else 0))
