@@ -128,7 +128,7 @@ class Call(abc.ABC):
         """Return the results of the call."""
 
     def part(self, head_chunk: int, field: str) -> Tensor:
-        """Return the head chunk's part of a local tensor as (B, s, h, D). Fields with one number per head have D = 1."""
+        """Return the head chunk's part of a local tensor, (B, s, h, D). D is 1 for fields with one number per head."""
         return self.of_head_chunk(self.local[field], head_chunk, field)
 
     def of_head_chunk(self, x: Tensor, head_chunk: int, field: str) -> Tensor:

@@ -63,7 +63,7 @@ def heads_of_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int, ulysse
 
 
 def _even_slice(total: int, count: int, index: int) -> slice:
-    """Return slice `index` of `total` heads divided into `count` slices. The first slices may get one extra head each."""
+    """Return slice `index` of `total` heads split into `count` slices. The first slices may get an extra head each."""
     least, larger = total // count, total % count  # torch.compile can trace // and % symbolically, but not divmod
     start = index * least + min(index, larger)
     return slice(start, start + least + (1 if index < larger else 0))
