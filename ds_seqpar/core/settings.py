@@ -76,12 +76,12 @@ class OneOf:
 class SequenceParallelConfig:
     """Settings for sharing one sequence among `size` ranks. Names are the same as in the `"sequence_parallel"` section.
 
-    Every setting has a default. Most settings default to `"auto"`, which `resolve` replaces. A schedule's own
-    settings (`rows`, `ring_size`, ...) are set and read like the settings below; `python -m ds_seqpar show --help`
-    lists them.
+    Every setting has a default. Most settings default to `"auto"`, which `resolve` replaces. A schedule's own settings
+    (`rows`, `ring_size`, ...) are used in the same way as the settings below. To list them, run `python -m ds_seqpar
+    show --help`.
 
     Args:
-        schedule_options: The schedule's own settings, by name. They may also be passed as keywords.
+        schedule_options: The schedule's own settings, by name. These settings may also be passed as keyword arguments.
         auto_fields: Settings that `memory="auto"` must still choose. Defaults to all memory settings that are not
             given.
         **settings: The settings below, and schedules' own settings.
@@ -93,7 +93,7 @@ class SequenceParallelConfig:
     __pydantic_config__ = STRICT
 
     size: Count = "auto"
-    """Number of ranks that share one sequence (P). `"auto"` uses all ranks of the job."""
+    """Number of ranks that share one sequence (P). `"auto"` uses all ranks in the job."""
     ulysses: Count = "auto"
     """Number of ranks that exchange tokens for heads in an all-to-all (U), at most the number of query heads. The
     schedule runs on `size / ulysses` ranks. `"auto"` selects the largest U that divides `size`, divides the heads
@@ -271,8 +271,8 @@ class SequenceParallelConfig:
                 nodes.
 
         Raises:
-            ConfigError: `size` does not divide the world size, `ulysses` does not divide `size`, or `ulysses` does not
-                fit the heads.
+            ConfigError: `size` does not divide the world size, `ulysses` does not divide `size`, or `ulysses` is not
+                compatible with the number of heads.
         """
         if heads is not None and not (isinstance(heads, Sequence) and len(heads) == 2 and all(map(is_count, heads))):
             raise ConfigError(f"heads must be the model's numbers of query and key/value heads; got {heads!r}")
@@ -385,7 +385,7 @@ class SequenceParallelConfig:
         return self.chosen_schedule.axes(self.size // self.ulysses, dict(self.schedule_options))
 
     def topology(self, world_size: int) -> Topology:
-        """Return all ranks of the job as named axes, for a resolved config."""
+        """Return all ranks in the job as named axes, for a resolved config."""
         chosen, axes = self.chosen_schedule, self.cp_axes
         order, data = axis_order(axes, self.rank_order, chosen.rank_orders), world_size // self.size
         return Topology.of(axes, ulysses=self.ulysses, data=data, order=order, collective_axes=chosen.collective_axes)
@@ -467,7 +467,8 @@ HOST_PIECE = 2**26  # bytes per host tensor for offloaded checkpoints; the last 
 def most_logits(vocab: int, hidden: int) -> int:
     """Return the maximum size in bytes of a tile's fp32 logits if `loss_tiles` is "auto".
 
-    The maximum is a quarter of the head's fp32 gradient, which exists at the same time, and at most 256 MiB.
+    The maximum is a quarter of the size of the head's fp32 gradient, which is in memory at the same time, but at most
+    256 MiB.
     """
     return min(2**28, vocab * hidden)
 

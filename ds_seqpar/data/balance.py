@@ -7,8 +7,8 @@ keys per query. The left half of the ranks receives the documents in a window of
 of tokens. The window is moved until it also contains the half's share of pairs. A suitable position exists because the
 number of pairs grows as the window moves toward documents with more keys. If the window cuts a document, the left half
 takes the front of the document, so that k/v are sent from lower ranks to higher ranks. If one document has most of the
-pairs, even the last window may have too few. The document is then cut as in the zigzag layout: the left half takes
-enough tokens from both ends to reach its share of pairs.
+pairs, even the last window may have too few pairs. The document is then cut as in the zigzag layout: the left half
+takes enough tokens from both ends to reach its share of pairs.
 
 All documents in a tree form a single item in the row, unless the tree has too many tokens or pairs.
 """
@@ -33,11 +33,11 @@ TOLERANCE = 256  # allowed error in a half's number of pairs: 1 / TOLERANCE of i
 def balanced(lengths: Sequence[int], ranks: int, parents: tuple[int, ...] = ()) -> tuple[Runs, ...]:
     """Return the runs of packed documents on each CP rank, for `UnevenShards(balanced(lengths, ranks))`.
 
-    All ranks compute the same runs. The ranks' token counts differ by at most one. Their numbers of causal pairs differ
-    by a few parts in a thousand, or by the pairs of one token. At most `2 * (ranks - 1)` documents are cut. All other
-    documents stay whole on one rank. The ranks have at most `len(lengths) + 4 * (ranks - 1)` runs in total. A block of
-    k/v is sent only if it contains part of a cut document. A single document is divided as in the zigzag layout, into
-    an early and a late chunk for each rank. The chunk lengths differ by at most one token.
+    All ranks compute the same runs. Token counts differ by at most one between ranks. The numbers of causal pairs
+    differ by a few parts in a thousand between ranks, or by the pairs of one token. At most `2 * (ranks - 1)` documents
+    are cut. All other documents stay whole on one rank. The ranks have at most `len(lengths) + 4 * (ranks - 1)` runs in
+    total. A block of k/v is sent only if it contains part of a cut document. A single document is divided as in the
+    zigzag layout, into an early and a late chunk for each rank. The chunk lengths differ by at most one token.
 
     Args:
         lengths: Number of tokens in each document, in order from position 0.
@@ -156,7 +156,7 @@ _Item = _Piece | _Tree
 def _tree(pieces: list[_Piece], beside: int = 0) -> _Item:
     """Return the pieces of a tree as one item.
 
-    A document without relatives stays a piece, which can be cut at both ends.
+    A document without a parent or children remains a piece, which can be cut at both ends.
     """
     return _Tree(pieces, beside) if len(pieces) > 1 else pieces[0]._replace(beside=beside)
 
@@ -270,7 +270,8 @@ class _Row:
         return inside, outside
 
     def ends(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
-        """Return the pieces inside and outside the last window. Used if even the last window has too few pairs.
+        """Return the pieces inside and outside the last window, for the case that even the last window has too few
+        pairs.
 
         From its first piece, the last window takes fewer tokens at the front and more tokens at the back.
         """

@@ -20,8 +20,8 @@ class BatchLayout:
 
     `shard_batches` creates a `BatchLayout` for packed documents, for padding that is not simply on the right, and for
     lengths that ranks cannot share equally. A sharded batch stores its layout under "placement". A batch without a
-    layout stores `EQUAL` there. Pass the layout's mask and shards to `sp.attention`, and the layout itself to
-    `sp.gather` or a patched model.
+    layout stores `EQUAL` under "placement". Pass the layout's mask and shards to `sp.attention`, and the layout itself
+    to `sp.gather` or a patched model.
     """
 
     mask: Mask  # tokens are numbered by position in the batch
@@ -63,7 +63,8 @@ class BatchLayout:
     def position_ids(self, ulysses: int, rank: int, after_padding: bool = False) -> Tensor:
         """Return the position_ids of an SP rank's tokens as an int64 CPU tensor.
 
-        Position ids start at 0 in each document. In a document with a parent, they continue from the end of the parent.
+        Position ids start at 0 in each document. In a document with a parent, position ids continue from the end of the
+        parent.
 
         Args:
             ulysses: The Ulysses size.

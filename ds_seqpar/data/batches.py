@@ -46,7 +46,7 @@ def shard_microbatches(
 ) -> list[dict[str, Any]]:
     """Return this rank's shard of every micro-batch of an optimizer step.
 
-    All ranks that share sequences must pass the same micro-batches. Every rank of the job must call this function.
+    All ranks that share sequences must pass the same micro-batches. Every rank in the job must call this function.
 
     The loss that a rank computes from its shard is only the rank's part of the loss. `sp.mean_loss` returns the loss
     over all ranks. The local loss yields G times the gradient, and `engine.backward` divides by G. Without DeepSpeed,
@@ -84,8 +84,8 @@ def shard_microbatches(
     Raises:
         InputError: Raised before training on a rank whose micro-batches cannot be sharded or contain an undeclared
             tensor.
-        DisagreementError: Raised on the other ranks. Raised on all ranks if the number of micro-batches differs, or if
-            ranks that share a sequence have different micro-batches.
+        DisagreementError: Raised on the other ranks, and on all ranks if the number of micro-batches differs or ranks
+            that share a sequence have different micro-batches.
     """
     advice = functools.partial(mismatch_hints.of_batches, began=sp.calls.count > 0)
     with together(
@@ -146,9 +146,9 @@ def shard_call(
     table: Mapping[str, InputSpec] = INPUTS,
     end_to_end: bool = False,
 ) -> tuple[dict[str, Any], float | Tensor]:
-    """Return this rank's shard of a whole batch that is passed to a model's forward.
+    """Return this rank's shard of a whole batch that is passed to a model's `forward`.
 
-    No communication takes place. The host reads only padding and document boundaries from devices, because they
+    No communication takes place. The host reads only padding and document boundaries from devices, since these
     determine how tokens are sharded.
 
     Args:

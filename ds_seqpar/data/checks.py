@@ -97,7 +97,7 @@ def _require_none(x: Tensor, wrong: Tensor, sentence: str, checks: ValueChecks) 
 def predicted_from_padding(labels: Tensor, mask: Tensor) -> Tensor:
     """Count the rows that begin with padding and have a non-ignored label at their first real token.
 
-    Such a label could only be predicted from padding.
+    The label of a row's first real token could only be predicted from padding.
 
     Args:
         labels: int64 (rows, tokens).

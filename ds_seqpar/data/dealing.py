@@ -1,9 +1,9 @@
 """Distribute the samples of an optimizer step across groups and micro-batches so that groups have equal costs.
 
 The most expensive samples are assigned first, each to the group with the lowest cost so far. Within a group, each
-sample goes to the micro-batch with the lowest cost so far. The number of tokens in a micro-batch is limited. All groups
-have the same number of micro-batches, because groups reduce gradients and gather parameters together. If the token
-limit leaves costs too uneven, one more micro-batch is tried.
+sample is assigned to the micro-batch with the lowest cost so far. The number of tokens in a micro-batch is limited. All
+groups have the same number of micro-batches, because groups reduce gradients and gather parameters together. If the
+token limit leaves costs too uneven, one more micro-batch is tried.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _seconds(packs: Sequence[Sequence[Pack]], costs: Sequence[float]) -> float:
 
 
 def _dealt(tokens: Sequence[int], costs: Sequence[float], groups: int, count: int, cap: int) -> list[list[Pack]] | None:
-    """Return `count` packs for each group, or None if a sample fits in no pack."""
+    """Return `count` packs for each group, or None if a sample does not fit in any pack."""
     by_group = _spread(range(len(tokens)), tokens, costs, [0.0] * groups, count * cap)
     dealt = []
     for samples in by_group or ():
@@ -157,8 +157,8 @@ def _side_by_side(
     """Assign samples to the ranks of `count` micro-batches so that ranks spend little time waiting for each other.
 
     Most samples are spread across all ranks of all micro-batches. Per-rank packs with similar costs are then put in the
-    same micro-batch. Each remaining sample, the most expensive first, goes to the micro-batch that adds the least time
-    to the step.
+    same micro-batch. The remaining samples are then assigned, the most expensive first, each to the micro-batch where
+    it adds the least time to the step.
     """
     order, found = sorted(samples, key=lambda sample: (-costs[sample], sample)), list[list[list[Pack]]]()
     for leading in (round(share * len(order)) for share in LEADING):
@@ -207,7 +207,8 @@ def _fill(
 def _spread(
     samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], taken: Sequence[float], cap: int
 ) -> list[list[int]] | None:
-    """Put each sample in the cheapest bin that has room, and return the bins, or None if a sample fits in no bin.
+    """Put each sample in the cheapest bin that has room, and return the bins, or None if a sample does not fit in any
+    bin.
 
     `taken` is the initial cost of each bin.
     """

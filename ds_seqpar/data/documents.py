@@ -27,7 +27,7 @@ def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | Non
     """Return the length of each document in a batch of `rows` sequences of `seq` tokens.
 
     Args:
-        batch: Inputs by name. They may mark documents in any of these formats: - `position_ids` that restart from 0:
+        batch: Inputs by name, which may mark documents in any of these formats: - `position_ids` that restart from 0:
             (rows, seq), (1, seq) or (seq,), or position ids with four axes, of which the first axis is read; -
             cumulative lengths `cu_seq_lens_q`, `cu_seq_lens_k` or `cu_seqlens`: int, (documents + 1,);
             - a document number per token, `seq_idx` or `document_ids`: int, (rows, seq).

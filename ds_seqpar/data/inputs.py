@@ -38,7 +38,8 @@ def tokens(dim: int = 1, *, shifted: bool = False, padding: float = 0) -> InputS
         dim: Dimension of the tokens, at least 1; the preceding dimension contains the rows.
         shifted: Whether an entry belongs to a label, such as a loss weight. A shifted entry moves to the token that
             predicts the label, like `shift_labels`.
-        padding: Entry for the last token of a document, which predicts nothing. Used only if `shifted` is True.
+        padding: Entry for the last token of a document, which predicts nothing. `padding` is used only if `shifted` is
+            True.
     """
     if type(dim) is not int or dim < 1:
         raise ConfigError(f"tokens needs a dim of 1 or more, behind that of rows; got {dim!r:.80}")

@@ -69,17 +69,17 @@ class Packs(Dataset):
 class PackingCollator:
     """Collator that concatenates documents into one row without padding.
 
-    `position_ids` mark document boundaries by restarting from 0 in each document. No query attends to another
-    document, and no label is predicted from another document. Examples without labels use their tokens as labels. An
-    `attention_mask` must be all ones.
+    `position_ids` mark document boundaries by restarting from 0 in each document. No query attends to another document,
+    and no label is predicted from another document. Examples without labels use their tokens as labels. If there is an
+    `attention_mask`, all of its values must be 1.
 
     The collator accepts examples or packs of examples, and returns `input_ids`, `labels` and `position_ids`, each of
     shape (1, all tokens).
 
     Raises:
         InputError: Raised by a call if there are no documents, a document is empty, or a document's labels do not match
-            its tokens. Also raised if a document contains padding or values other than a row of numbers, such as
-            images.
+            its tokens. The error is also raised if a document contains padding or values other than a row of numbers,
+            such as images.
 
     Examples:
         ```python

@@ -78,7 +78,7 @@ class Sharding:
 
     @property
     def groups(self) -> Groups:
-        """This rank's process groups. Accessing them from a thread that may not communicate raises ConfigError."""
+        """This rank's process groups. Access from a thread that may not communicate raises ConfigError."""
         check_thread()
         return self.comm.groups
 
@@ -156,7 +156,7 @@ class Sharding:
         """Return the positions of this rank's tokens in a sequence.
 
         Args:
-            seq: Number of tokens in the sequence. Ignored if a placement is passed.
+            seq: Number of tokens in the sequence. `seq` is ignored if a placement is passed.
             placement: The batch's placement, as returned by `shard_batches`.
 
         Returns:
@@ -229,7 +229,7 @@ class Sharding:
 
         Raises:
             InputError: `x` does not have this rank's tokens, or requires grad. Gradients are not supported because
-                `gather` cannot know whether the ranks' gradients must be summed or are copies of each other.
+                `gather` cannot determine whether the ranks' gradients must be summed or are copies of each other.
             DisagreementError: Raised on all ranks if ranks pass different dims, shapes, dtypes, devices or placements.
         """
         dim, layout = _as_int(dim), layout_of(placement)
@@ -365,7 +365,7 @@ def order_of(positions: Sequence[Tensor]) -> WholeOrder:
 def assembled(local: Tensor, order: WholeOrder, group: dist.ProcessGroup | None, call: str) -> Tensor:
     """Assemble the whole tensor (seq, ...) from the shards of all ranks.
 
-    All ranks of the group must call this function.
+    All ranks in the group must call this function.
 
     Args:
         local: This rank's shard (local tokens, ...).
@@ -470,7 +470,7 @@ def mean_of(groups: Groups, losses: object, error: SeqParError | None = None) ->
         The mean over all ranks, computed in fp64, and the mean of this rank's losses as a 0-dim tensor in their dtype.
 
     Raises:
-        InputError: Raised on a rank on which `losses` is anything else.
+        InputError: Raised on a rank on which `losses` has any other type or shape.
         DisagreementError: Raised on all other ranks, or on all ranks if the numbers of losses differ.
     """
     peers = groups.control

@@ -79,8 +79,9 @@ def shared_prompts(
             always dropped.
 
     Returns:
-        The rows without repeated prompts, or None if no rows share a prompt or less than `least` would be saved. Also
-        None if the first token of a row has a non-ignored label, which could only be predicted from padding.
+        The rows without repeated prompts, or None if no rows share a prompt or less than `least` would be saved. The
+        result is also None if the first token of a row has a non-ignored label, which could only be predicted from
+        padding.
     """
     rows, columns = ids.shape
     counts, begins, lengths = labels != IGNORE, [0] * rows, [columns] * rows

@@ -18,8 +18,8 @@ Judge = Callable[[list[int]], SeqParError | None]  # maps values to an error, or
 class ValueChecks:
     """Checks of a batch's values, and digests that ranks compare.
 
-    Reading a value from a device would make the host wait. Device values are therefore kept until `post`, and read when
-    ranks compare next. By then, the device has already computed them.
+    Reading a value from a device would make the host wait. Device values are therefore kept until `post` and read in
+    the ranks' next comparison. By then, the device has already computed the values.
 
     Args:
         at_once: Device types from which values are read immediately; None for all types.

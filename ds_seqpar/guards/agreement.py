@@ -50,7 +50,7 @@ def assert_ranks_agree(
             DisagreementError that quotes the error.
         number: Number whose maximum over ranks is returned. Pass a number on all ranks or on no rank.
         peers: This rank's part of the group. The ranks in `peers` first check that all of them make this call outside a
-            backward pass. None stands for this rank alone.
+            backward pass. None means that the part contains only this rank.
         among_peers: Whether values may differ between parts of the group.
         call: Name of the user's call, which is shown in the error if a rank does not make the call.
         advice: Function that returns the cause of a difference and its remedy, if known.
@@ -167,7 +167,7 @@ FAILED = 2**63 - 1  # a value that never equals a fingerprint or a negated finge
 
 
 def differ(group: dist.ProcessGroup | None, compared: int, subject: str, failed: bool = False) -> bool:
-    """Return whether fingerprints differ between ranks or any rank has failed.
+    """Return whether fingerprints differ between ranks or any rank has an error.
 
     All ranks in the group must call this function.
 

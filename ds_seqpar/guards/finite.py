@@ -1,8 +1,8 @@
 """Find the first NaN or inf during training if `check_finite` is enabled.
 
-A rank that finds a non-finite number continues until ranks compare their findings, because other ranks would otherwise
-keep waiting for it. Ranks compare at the end of each attention call and of a patched model's forward pass, and around
-an engine's `backward` and `step`. All ranks then raise an error with the earliest finding.
+A rank that finds a non-finite number continues until ranks compare their findings, because the other ranks would
+otherwise wait forever. Ranks compare at the end of each attention call and of a patched model's forward pass, and
+around an engine's `backward` and `step`. All ranks then raise an error with the earliest finding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Finite(Guard):
     Args:
         groups: This rank's groups.
         calls: Counter that provides the names of calls.
-        sequences: Number of groups of ranks, where each group shares a sequence.
+        sequences: Number of groups of ranks. Each group shares a sequence.
 
     Attributes:
         call: Name of the current attention call.

@@ -1,8 +1,8 @@
-"""Explain differences between ranks on the basis of the fields that they compared. The functions are `advice` for
-`assert_ranks_agree`.
+"""Explain differences between ranks on the basis of the fields that they compared. The functions are passed to
+`assert_ranks_agree` as `advice`.
 
-Each function receives the fields of the ranks that differ, and returns a clause with the cause and the remedy, or "" if
-the cause is unknown.
+Each function receives the fields of the differing ranks. Each function returns a clause with the cause and the remedy,
+or "" if the cause is unknown.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ROUNDING = 1e-4
 
 
 def of_models(by_rank: Mapping[int, Fields]) -> str | None:
-    """Return the cause if weights or placements differ in a sharded forward, or None if only rounding differs."""
+    """Return the cause if weights or placements differ in a sharded forward pass, or None if only rounding differs."""
     names = differing(by_rank)
     if names and all(name.startswith(WEIGHT) for name in names):
         weights = [[float(fields[name]) for fields in by_rank.values()] for name in names]

@@ -6,7 +6,7 @@ the message. Ranks that raise the same error, or lose a connection because of th
 and print nothing. A rank with a different stderr prints a reference to the rank that prints the error. Before ranks can
 communicate, rank 0 prints the whole error, and other ranks print only the message. A caller that catches the error
 receives the complete error on every rank. Errors are printed by an excepthook, which calls the previous hook.
-DS_SEQPAR_TRACEBACK=full keeps all frames. torchrun's summary quotes the error message.
+With DS_SEQPAR_TRACEBACK=full, all frames are printed. torchrun's summary quotes the error message.
 
 Gloo's threads need the interpreter's lock to release the tensors of finished operations. If a thread is waiting for the
 lock when the interpreter ends, the process aborts regardless of its exit code. With torch 2.13, an aborting process
@@ -115,7 +115,9 @@ def print_once(error: SeqParError, line: str) -> None:
 
 
 def _was_printed() -> bool:
-    """Return whether the first error has been or will be printed. If its rank ended before printing, return False."""
+    """Return whether the first error has been or will be printed. If the rank with the first error ended before
+    printing the error, return False.
+    """
     return bool(ask_store(lambda store: store.wait([PRINTED], PRINT_TIMEOUT) or True))
 
 

@@ -32,7 +32,7 @@ DESTROYED = (
 
 
 def is_up(group: dist.ProcessGroup | None) -> bool:
-    """Return whether a group still exists in torch. None stands for the group of all ranks."""
+    """Return whether a group still exists in torch. None means the group of all ranks."""
     return dist.is_initialized() and (group is None or compat.is_known(group))
 
 
@@ -44,7 +44,7 @@ class explaining_failure(Communication):  # a class, because a generator would s
     stderr names the rank that this rank is waiting for.
 
     Args:
-        what: Name of the communication, used as the subject of messages.
+        what: Name of the communication, used as the subject of error messages.
         group: Ranks that must take part; None for a single rank.
 
     Attributes:

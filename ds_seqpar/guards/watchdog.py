@@ -74,7 +74,7 @@ class State(NamedTuple):
     """A rank's current activity.
 
     Attributes:
-        words: Description of the activity, without a subject.
+        words: Description of the activity, as a predicate without a subject.
         call: Call in which the rank is waiting; "" if the rank is not waiting.
         at: Position in an attention call, as an instruction number.
     """

@@ -139,7 +139,7 @@ def longest(step: TrainingStep, budget: MemoryBudget) -> Longest:
 
 
 def bytes_a_token(step: TrainingStep) -> float:
-    """Return the number of bytes by which one more token per rank raises the peak, as a mean up to twice the current
+    """Return the number of bytes by which one more token per rank raises the peak, averaged up to twice the current
     length.
     """
     short = _StepMemory(step)
@@ -257,7 +257,7 @@ class _StepMemory:
         """Return a moment during the step.
 
         Args:
-            name: Name of the moment.
+            name: Name of the moment, such as "forward".
             done: Number of parameters whose gradients exist.
             gathered: Number of parameters that ZeRO-3 has gathered.
             grads: Bytes of gradients that have not been reduced yet.
@@ -603,7 +603,7 @@ def _trained(model: Model) -> int:
 def states(
     model: Model, zero: Zero, world: int, size: int, reference: bool = False, optimizer_states: int = 2
 ) -> States:
-    """Return one rank's states.
+    """Return the states that one rank keeps between steps.
 
     ZeRO makes fp32 copies of fp32 parameters too. At stage 0, DeepSpeed copies only 16-bit parameters.
 

@@ -27,7 +27,7 @@ class Costs:
     """Cost estimates for samples and packs, for one model on one machine.
 
     Args:
-        step: Training step with the model and configuration. Its length and mask are replaced.
+        step: Training step with the model and configuration. The step's length and mask are replaced.
         machine: Machine that trains the model.
         window: Sliding window of attention in tokens, which is the same in all layers. None means no window.
     """

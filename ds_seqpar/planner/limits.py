@@ -64,7 +64,7 @@ def check_followed(
 def check_model(numbers: Mapping[str, object]) -> None:
     """Raise ConfigError if a model would take too long to build from its configuration.
 
-    Only whole numbers are checked.
+    Only integers are checked.
     """
     sizes = {name: value for name, value in numbers.items() if isinstance(value, int)}
     for name, most in MODEL.items():

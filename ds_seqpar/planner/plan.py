@@ -1,7 +1,7 @@
 """Search for configurations that fit in memory, and rank them by a rough estimate of their time.
 
-The search reads neither the clock nor the environment, so all ranks find the same result. This module does not import
-torch.
+The search does not depend on the clock or the environment, so all ranks find the same result. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -187,8 +187,7 @@ def in_memory(
 
 
 def memory_options(request: Request, ulysses: int) -> list[dict[str, Any]]:
-    """Return combinations of memory settings in the order in which to try them, from the cheapest in time to the most
-    expensive.
+    """Return combinations of memory settings in the order in which to try them, from the fastest to the slowest.
 
     No combination changes a setting that the request fixes.
     """

@@ -1,4 +1,4 @@
-"""Schedules stored as plan files, which `show --plan` prints and the setting `"file:PATH"` reads.
+"""Schedules stored as plan files. `show --plan` prints plans in this format, and the setting `"file:PATH"` reads them.
 
 A file contains one plan per direction. A plan consists of a header and one row per step, with one column per rank.
 Columns are separated by two or more spaces, and comment lines begin with "#". docs/choosing_settings.md explains the

@@ -162,8 +162,8 @@ def check_inputs(runtime: Runtime, tensors: Sequence[Tensor], options: Attention
 
     Raises:
         InputError, ConfigError, KernelError, DisagreementError: This rank cannot compute attention over its inputs.
-            With guards, all ranks that share the sequence raise the error together. They also raise an error if inputs
-            or settings differ between ranks.
+            With guards, all ranks that share the sequence raise the error together. All ranks also raise an error if
+            inputs or settings differ between ranks.
     """
     if torch.compiler.is_compiling():  # a decorator would import the compiler in every process, which takes seconds
         torch.compiler.disable(check_inputs)(runtime, tensors, options)
@@ -184,7 +184,7 @@ def check_inputs(runtime: Runtime, tensors: Sequence[Tensor], options: Attention
 
 
 def _key(tensors: Sequence[Any], options: AttentionOptions) -> tuple | None:
-    """Return a cache key that covers everything that the checks read, except derivatives.
+    """Return a cache key that covers all values used by the checks, except derivatives.
 
     Inputs with equal keys pass the same checks. The key is None if an input is nested, or is not a plain tensor or
     parameter.
@@ -311,7 +311,7 @@ def _is_positive(x: Any) -> bool:
 
 
 def check_shares(runtime: Runtime, tensors: Tensors, settings: CallSettings) -> None:
-    """Raise ConfigError, InputError or KernelError if the heads, length, mask, program and kernel do not fit together.
+    """Raise ConfigError, InputError or KernelError if the heads, length, mask, program and kernel are not compatible.
 
     The kernel is checked before communication starts, because the kernel's package may be missing on only some ranks.
     """

@@ -157,8 +157,8 @@ class _WithoutDerivative(torch.autograd.Function):
 
 
 class LseWithoutGradient(torch.autograd.Function):
-    """An identity function on an lse. It raises InputError if a gradient reaches the lse, because the gradient would
-    otherwise be lost silently.
+    """An identity function on an lse that raises InputError if a gradient reaches the lse. Without the error, the
+    gradient would be lost silently.
 
     `forward` receives the lse and the corresponding attention output. A gradient is rejected only if the attention
     output requires a gradient.

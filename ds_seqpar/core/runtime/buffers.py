@@ -2,14 +2,14 @@
 
 Each slot is one byte buffer, viewed as the tensors of its current unit.
 
-DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023). This
-module packs and unpacks Ulysses messages, and `transport` sends the messages. The first dimension of a message is
+DeepSpeed Ulysses surrounds any inner attention with all-to-alls that exchange tokens for heads (Jacobs et al., 2023).
+This module packs and unpacks Ulysses messages, and `transport` sends the messages. The first dimension of a message is
 tokens. For each token, the heads of all tensors are adjacent. The messages of all Ulysses ranks, one after another,
-therefore form the CP rank's tensor (tokens, batch, elements) without a copy. Each tensor is copied once: into an inward
-message, or out of an outward message. `compiler.sharding.heads` determines which heads each Ulysses rank receives. One
-copy operation suffices for a group of consecutive Ulysses ranks with the same number of heads. If the heads are
-divisible by ulysses_size, all ranks are in one group. If several Ulysses ranks share a kv head (ulysses_size > Hkv),
-the head is sent to exactly those ranks, and its gradients are summed.
+therefore form the CP rank's tensor (tokens, batch, elements) without a copy. Each tensor is copied only once, either
+into an inward message or out of an outward message. `compiler.sharding.heads` determines which heads each Ulysses rank
+receives. One copy operation suffices for a group of consecutive Ulysses ranks with the same number of heads. If the
+heads are divisible by ulysses_size, all ranks are in one group. If several Ulysses ranks share a kv head (ulysses_size
+> Hkv), the head is sent to exactly those ranks, and its gradients are summed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Buffers:
         return units
 
     def elements(self, slot: int, dtype: str) -> Tensor:
-        """Return the whole slot as one vector of elements."""
+        """Return the whole slot as a vector of elements."""
         return self._buffer(slot).view(DTYPES[dtype])
 
     def adopt(self, slot: int, tensor: Tensor) -> None:

@@ -117,7 +117,7 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def enter(self, head_chunk: int) -> Forward:
-        """Return the computation on the head chunk's inner tensors."""
+        """Return the object that computes with the head chunk's inner tensors."""
 
     @abc.abstractmethod
     def leave(self, head_chunk: int, result: Tensors) -> None:

@@ -162,8 +162,8 @@ def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
     """Return a substitute for out that has the same rowsum: `do * delta / |do|^2`, or 0 in rows in which `do` is 0.
 
-    A backward kernel reads out only to compute its rowsum with `do`. Each row of `do` is first divided by its maximum,
-    since `|do|^2` can underflow in fp32.
+    A backward kernel uses out only to compute the rowsum of `do * out`. Each row of `do` is first divided by its
+    maximum, since `|do|^2` can underflow in fp32.
 
     Args:
         do: (B, n, H, D).
@@ -232,8 +232,8 @@ def _out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
 def moments(k: Tensor) -> Tensor:
     """Return the moments of a rank's keys (B, n, H, D) as a vector (2 * H * D + 1,).
 
-    For each head and each element of head_dim, the vector contains the sum over keys, then the sum of squares. Its last
-    element is the number B * n of keys.
+    The vector contains the sums over keys for all heads and elements of head_dim, followed by the sums of squares and
+    the number B * n of keys.
     """
     count = k.new_full((1,), k.shape[0] * k.shape[1])
     squares = torch.linalg.vector_norm(k, dim=(0, 1)).square()

@@ -1,13 +1,13 @@
-"""Creates the process groups of a topology.
+"""Creates the process groups for a topology.
 
 Each rank creates only the groups that it belongs to, so the number of groups does not grow with the world size. Groups
 with the same ranks are created only once, and no group is created for a single rank.
 
-torch's `new_group` requires every rank of the world to create every group. With `use_local_synchronization=True`, only
-members create a group, but torch then names the group by the number of groups on the rank. If the number differs
+torch's `new_group` requires all ranks in the world to create every group. With `use_local_synchronization=True`, only
+members create a group, but torch then names the group after the number of groups on the rank. If the number differs
 between members, the members wait for one another forever. The number can also be reused after a group was freed, while
-old addresses are still in the store. Group names in this module therefore consist of the number of the set of groups
-(on which all ranks agree), the purpose of the group, and its first rank.
+old addresses are still in the store. In this module, a group's name therefore consists of the number of its set of
+groups (on which all ranks agree), the group's purpose, and its first rank.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CollectiveGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """This rank's process groups; None stands for a group that would contain only this rank."""
+    """This rank's process groups. None represents a group that would contain only this rank."""
 
     world: Group  # all ranks, for CPU tensors
     made: tuple[Group, ...]  # groups created for this object and freed with it, including their threads and sockets
@@ -136,7 +136,7 @@ def free(groups: list[Group]) -> None:
     """Free all groups in the list, and clear the list. No other object may reference the groups.
 
     An operation that never completed keeps its group's thread alive until the operation times out. `free` does not wait
-    for such threads.
+    for the threads of such operations.
     """
     for number in range(len(groups)):
         with contextlib.suppress(ValueError):  # already destroyed, together with the group of all ranks
@@ -159,7 +159,7 @@ def create(
         max_ctas: See `compat.nccl_options`.
         meeting: Function that returns a context manager for creating gloo groups.
         of: Groups for the same sequences in another topology with the same SP rank numbers. The groups in `of` that
-            contain all ranks of a sequence are reused, and are freed with `of`.
+            contain all ranks sharing a sequence are reused, and are freed with `of`.
     """
     maker = _Maker(rank, world, max_ctas)
     sp_axes = ("ulysses", *topology.cp_axes)

@@ -22,7 +22,7 @@ from .dense import Backward, Forward
 
 
 class Operator:
-    """The operator for attention over keys and values. Subclasses define operators that compute something else.
+    """The operator for attention over keys and values. Subclasses define other operators.
 
     Attributes:
         name: Name used in messages and in compiled graphs.

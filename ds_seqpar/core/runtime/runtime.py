@@ -122,7 +122,7 @@ class Runtime:
 
         Args:
             direction: "forward" or "backward".
-            q: The local q (B, s, Hq, D). Only its length, dtype and device are read.
+            q: The local q (B, s, Hq, D), of which only the length, dtype and device are used.
             shapes: Shapes of all of the operator's prepared tensors.
             settings: The call's settings.
         """

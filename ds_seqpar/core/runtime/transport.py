@@ -144,7 +144,8 @@ class Works:
         tensors: The sent and received tensors.
 
     Attributes:
-        batch: Work objects for messages that run as one operation. After the wait, they no longer reference tensors.
+        batch: Work objects for messages that run as one operation. After the wait, the Work objects no longer reference
+            tensors.
     """
 
     batch: list[Any] | None = None
@@ -248,7 +249,7 @@ def _all_gather(received: Tensor, sent: Tensor, group: Group) -> list[Started]:
 
 
 def _all_to_all(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahead: int | None = None) -> list[Started]:
-    """Start an all-to-all. `sizes` contains the sizes of the parts of `sent` and the parts of `received`.
+    """Start an all-to-all. `sizes` contains the sizes of the parts in `sent` and in `received`.
 
     `group` and `ahead` have the same meaning as in `_all_to_all_over_gloo`.
     """

@@ -1,7 +1,7 @@
 """Triangle schedule for causal attention, in which each rank receives only the data for its tile of the causal
 triangle.
 
-docs/choosing_settings.md derives the schedule with diagrams. It shows which rank owns each chunk, why every product is
+docs/choosing_settings.md derives the schedule with diagrams, and shows which rank owns each chunk, why every product is
 computed exactly once, and how many bytes are sent.
 """
 
@@ -24,12 +24,12 @@ from .tiling import Stop, Tiling, pair_of, tiling
 def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
     """Return the steps of the triangle schedule, in which each rank computes one tile of the causal triangle.
 
-    Rank (i, j), with j < i < T, computes q of sequence block i with k/v of block j, where each block has T - 1 chunks.
-    On the diagonal, the rank computes products for which no additional bytes are sent. In block i, the rank multiplies
-    its own early k/v chunk by all early queries that see the chunk. In block j, the rank multiplies its own late query
-    chunk by all k/v that the chunk sees. Every rank computes T (T - 1) products of chunks, where half-visible products
-    count as half. With R strips per block, a rank's tile consists of one strip of q and a whole block of k/v; see
-    `Tiling`.
+    Rank (i, j), with j < i < T, computes attention from q in sequence block i to k/v in block j. Each block has T - 1
+    chunks. On the diagonal, the rank computes products for which no additional bytes are sent. In block i, the rank
+    multiplies its own early k/v chunk by all early queries that see the chunk. In block j, the rank multiplies its own
+    late query chunk by all k/v that the chunk sees. Every rank computes T (T - 1) products of chunks, where
+    half-visible products count as half. With R strips per block, a rank's tile consists of one strip of q and a whole
+    block of k/v; see `Tiling`.
 
     Chunks of q rotate around the ranks of a row in T - 2 hops, and chunks of k/v rotate around the ranks of a column in
     R (T - 1) - 1 hops. Results are then sent to the chunks' owners on the same routes. A hop of k/v starts in every

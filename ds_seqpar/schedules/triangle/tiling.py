@@ -129,8 +129,8 @@ class Tiling:
         """Lend queries, and return twice the number of chunk products that each rank has on the diagonal and the
         staircase.
 
-        The products of a rank's late queries are not counted. Queries with the most products are lent first, to the
-        ranks in the column with the fewest products.
+        The products of a rank's late queries are not counted. Queries with the most products are lent first. They are
+        lent to the ranks in the column that have the fewest products.
         """
         work = [0] * self.ranks
         for rank in range(self.ranks):

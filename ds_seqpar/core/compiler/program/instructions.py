@@ -23,7 +23,7 @@ LOCAL = -1
 
 
 def local_slot(index: int) -> int:
-    """Return the slot number that stands for block `index` of the head chunk's input tensors."""
+    """Return the slot number that represents block `index` of the head chunk's input tensors."""
     return LOCAL - index
 
 
@@ -210,7 +210,7 @@ class Enter(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """End a head chunk: keep the results of its `Finish` and release its operands."""
+    """End a head chunk. The results of the chunk's `Finish` are kept, and the chunk's operands are released."""
 
     step: int
     head_chunk: int

@@ -145,7 +145,8 @@ class _Lowering:
     def tag(self, unit: Unit) -> int:
         """Return a message tag, built from the unit's kind and first block.
 
-        Sender and receiver derive the same tag, and no other message between them uses the tag at the same time.
+        The sender and the receiver derive the same tag. No other message between the two ranks uses the tag at the same
+        time.
         """
         return UNIT_KINDS.index(unit[0]) * self.blocks + unit[1][0]
 

@@ -150,10 +150,10 @@ def shape_of(
     """Return the shape of one rank's tensors.
 
     Args:
-        comm_dtype: The setting; "fp32" means fp32 or wider.
-        dtype: torch's name of the dtype of q, k and v.
+        comm_dtype: Value of the `comm_dtype` setting. "fp32" means fp32 or wider.
+        dtype: torch's name for the dtype of q, k and v.
         heads: Tuple (number of query heads, number of key/value heads, head_dim) for one rank.
-        kind: `Shape`, or an operator's subclass of it.
+        kind: `Shape`, or an operator's subclass of `Shape`.
         more: Attributes that `kind` has in addition to the attributes of `Shape`.
     """
     accum_dtype = "float64" if dtype == "float64" else "float32"

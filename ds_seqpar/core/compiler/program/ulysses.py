@@ -7,7 +7,7 @@ Ulysses).
 
 The forward pass exchanges q, k and v on the way in, and out (plus lse, if requested) on the way out. On the way in, the
 backward pass exchanges `do` and the tensors that the forward pass did not save: q, k and v again, and delta = rowsum(do
-* out) instead of out. On the way out, it exchanges dq, dk and dv.
+* out) instead of out. On the way out, the backward pass exchanges dq, dk and dv.
 
 An operator may replace k and v with other tensors (`Shape.kv`).
 """

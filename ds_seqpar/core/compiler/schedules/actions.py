@@ -3,8 +3,8 @@
 Blocks are numbered in the order of the CP ranks that own them. With one block per rank, rank p owns block p. With
 several blocks per rank, rank p owns the blocks `owned(p, blocks_per_rank)`, in order of position. A *key* is a sorted
 tuple of block numbers: one block, or several blocks gathered into one operand. Operands are "q" and "kv". In a backward
-plan, "q" stands for all tensors of a query block: q, the output's gradient, lse and delta. Accumulators are "out" in
-the forward pass, and "dq" and "dkv" in the backward pass.
+plan, "q" refers to all tensors of a query block: q, the output's gradient, lse and delta. Accumulators are "out" in the
+forward pass, and "dq" and "dkv" in the backward pass.
 
 In each step, a rank gathers operands, posts its operand moves and computes products. The rank then merges the results
 that are due, posts its result moves, reduce-scatters accumulators, and waits for the operands that are due. A move is
@@ -130,7 +130,7 @@ class Step:
         yield from itertools.chain(self.gathers, self.moves, self.computes, self.results, self.reduces)
 
     def words(self, rank: int) -> str:
-        """Return the step as text that `text.parse` can read, or "-" if the rank is idle."""
+        """Return the step as text that `text.parse` can parse, or "-" if the rank is idle."""
         labels = [f"{gather.kind}{name_of(gather.blocks)}@" for gather in self.gathers]
         labels += map(str, self.computes)
         for move in (*self.moves, *self.results):

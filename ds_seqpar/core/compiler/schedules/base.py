@@ -22,7 +22,7 @@ MOVING_SIDES = ("kv", "q")
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Setting:
-    """A setting that belongs to one schedule. It can be set in JSON, in Python or on the command line.
+    """A setting that belongs to one schedule and can be configured in JSON, in Python or on the command line.
 
     With "auto", the schedule picks the value.
     """
@@ -76,7 +76,7 @@ class Schedule:
             per shape.
         resolve: Function (ranks, fixed, heads) that returns the settings for one shape, including the `fixed` settings.
             The remaining settings are chosen for the given numbers of heads, if known. `resolve` raises ConfigError if
-            the fixed values do not fit.
+            the `fixed` settings are not compatible.
         by_shape: Function (ranks, options) that returns the fields of this class that depend on the shape; see `at`.
         extra_layouts: Layouts that are registered and removed together with the schedule.
         layouts: Names of the layouts that the schedule supports.
@@ -84,7 +84,7 @@ class Schedule:
         moving_sides: Sides that the schedule can move. "auto" picks the side for which fewer bytes are sent.
         can_compute: Function (q block, kv block) that returns whether the schedule can compute the product of the two
             blocks.
-        collective_axes: Axes along which the schedule gathers and reduces. These axes need process groups.
+        collective_axes: Axes along which the schedule runs collectives, and for which process groups are created.
         digest: Fingerprint of plans loaded from a file, which ranks compare in addition to the name.
         ring_axes: Axes along which neighbors exchange messages. Rank orders can place `ring_axes` or `collective_axes`
             within a node.
@@ -131,7 +131,7 @@ class Schedule:
 
     @property
     def rank_orders(self) -> dict[str, tuple[str, ...]]:
-        """Map each preset to the axes that it places first. Presets that need axes that the schedule lacks are
+        """Map each preset to the axes that it places first. Presets for axes that the schedule does not have are
         omitted.
         """
         first = {"ulysses_intra": ("ulysses",), "ring_intra": self.ring_axes, "collectives_intra": self.collective_axes}
@@ -145,7 +145,7 @@ def blocks_received(ranks: int, queries: int, keys: int, direction: str, units: 
     """Return the number of elements that each rank receives, as a list with the same number for every rank.
 
     Each rank receives `queries` query blocks, and the same number of results for its own queries. Each rank also
-    receives `keys` key/value blocks and, in backward, the same number of key/value gradients.
+    receives `keys` key/value blocks and, in the backward pass, the same number of key/value gradients.
 
     Args:
         units: Number of elements per block for each kind of block.

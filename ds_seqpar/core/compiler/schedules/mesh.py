@@ -28,9 +28,9 @@ def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
 
     The shape (1, 1, A) is Ring Attention. The shape (a, b, 1) is Attention2D (Algs. 1-3; cols = a, rows = b). The shape
     (C, C, A / C^2) is WallFacer with teams of C. This implementation of WallFacer needs no initial k/v transfer,
-    because q and k/v are gathered along different axes. Collectives require blocks of equal length, all of which every
-    member of the group reads. If blocks differ in length, or if some members do not read all blocks, owners send their
-    blocks directly.
+    because q and k/v are gathered along different axes. Collectives are used only if all blocks have the same length
+    and every member of the group needs all of them. Otherwise, owners send their blocks directly to the ranks that need
+    them.
     """
     a, b, turns = (topology.size(axis) for axis in "xyz")
     plane, size = a * b, a * b * turns
@@ -73,7 +73,7 @@ def _group(route: Round, rank: int, turns: int, moving_side: str) -> tuple[Key, 
 
 
 def _read(q: Key, kv: int, block_mask: BlockMask) -> tuple[int, int]:
-    """Return bitmasks of the q and kv blocks that meet at least one block of the other side."""
+    """Return bitmasks of the q blocks and kv blocks that are in at least one product."""
     rows = block_mask.rows
     return _mask([i for i in q if rows[i] & kv]), functools.reduce(operator.or_, [rows[i] & kv for i in q])
 
@@ -244,11 +244,11 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclasses.dataclass(eq=False)
 class Direct(Counted):
-    """Steps without collectives. Blocks are sent only to the ranks that read them, and results are sent directly to the
+    """Steps without collectives. Blocks are sent only to the ranks that need them, and results are sent directly to the
     owner.
 
-    A mesh uses `Direct` if a mask leaves gaps in the mesh's groups, or if blocks differ in length. `Direct` never sends
-    more bytes than the collectives would.
+    A mesh uses `Direct` if some members of a group do not need all of the group's blocks, or if blocks differ in
+    length. `Direct` never sends more bytes than the collectives would.
 
     Attributes:
         products: Function that takes a rank. `products(rank)[t]` lists the (q block, kv block) pairs that the rank
@@ -297,7 +297,8 @@ class Direct(Counted):
     def received(self, units: Mapping[str, float]) -> list[float]:
         """Return the number of elements that each rank receives.
 
-        A rank receives every remote block that it reads, and one result from each other rank that reads its blocks.
+        A rank receives every remote block that it needs, and one result from every other rank that uses one of its
+        blocks.
         """
         received: list[float] = [0] * self.size
         results = (units["out"], 0) if self.direction == "forward" else (units["dq"], units["dkv"])

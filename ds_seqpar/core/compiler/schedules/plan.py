@@ -95,7 +95,9 @@ class Plan:
         return [received(steps, rank, units) for rank, steps in enumerate(self.ranks)]
 
     def table(self) -> str:
-        """Return the plan as text, in the format that `text.parse` reads: one row per step and one column per rank."""
+        """Return the plan as text in the format that `text.parse` reads, with one row per step and one column per
+        rank.
+        """
         return "\n".join([self.head, *columns(self.rows())])
 
     @property

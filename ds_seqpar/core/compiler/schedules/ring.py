@@ -39,8 +39,8 @@ class Round:
     def facing(self, moving_side: str) -> Round:
         """Return the route for the moving side, given the route for k/v. Queries rotate in the opposite direction.
 
-        With windows or causal documents, the ranks that read a k/v block come after the block's owner. A query's owner
-        reads k/v blocks from ranks that come before it.
+        With windows or causal documents, the ranks that read a k/v block come after the block's owner. The owner of a
+        query block reads k/v blocks from ranks that come before the owner.
         """
         return self if moving_side == "kv" else dataclasses.replace(self, there=self.here, here=self.there)
 
@@ -48,9 +48,9 @@ class Round:
 class Rotation(Counted):
     """The steps of a schedule in which units rotate along a route.
 
-    A unit stops at the last rank that needs it. Results computed on a unit's home rank stay there. Results from other
-    ranks follow the unit one hop behind, and the last rank that the unit visits sends the results home. Gathers run
-    before the first step. Reduce-scatters run after all results have arrived home.
+    A unit stops at the last rank that needs it. Results computed on a unit's home rank are not sent. Results from other
+    ranks follow the unit one hop behind, and the last rank that the unit visits sends the results to the home rank.
+    Gathers run before the first step. Reduce-scatters run after all results have arrived on their home ranks.
 
     Args:
         steps: Number of ranks that a unit visits, including its home.
@@ -73,7 +73,9 @@ class Rotation(Counted):
         self.steps = max(self.last) + 1
 
     def visits(self, unit: int, steps: Iterable[int]) -> Iterator[int]:
-        """Yield those of the given steps in which a unit meets the block that stays on the unit's current rank."""
+        """Yield each of the given steps in which a unit is needed for a product with the block that stays on the
+        rank.
+        """
         brings, wants, there = self.brings[unit], self.wants, self.route.there
         return (t for t in steps if brings & wants[there(unit, t)])
 
@@ -117,7 +119,7 @@ class Rotation(Counted):
         """Return the number of elements that each rank receives.
 
         Every hop transfers a unit to the next rank. After the first visit, each hop also transfers the unit's results.
-        The last rank that a unit visits sends the results home.
+        The last rank that a unit visits sends the results to the home rank.
         """
         size, there, operand = self.route.size, self.route.there, units[self.moving_side]
         follower = units[self.follower] if self.follower else 0

@@ -163,7 +163,7 @@ class HeadShares(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def head_shares(totals: tuple[int, ...], kv_heads: int | None, ulysses_size: int) -> HeadShares:
-    """Return the `HeadShares` for tensors with `totals` heads. `kv_heads` has the same meaning as in `tensor_share`."""
+    """Return the `HeadShares` for tensors with `totals` heads. See `tensor_share` for `kv_heads`."""
     shares = [
         tuple(tensor_share(total, kv_heads, ulysses_size, ulysses_rank) for total in totals)
         for ulysses_rank in range(ulysses_size)

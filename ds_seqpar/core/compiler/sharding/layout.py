@@ -214,7 +214,7 @@ def remove(*layouts: Layout) -> None:
 
 
 def multiple(layout: str, size: int, ulysses: int) -> int:
-    """Return the number of which sequence lengths must be a multiple: `size`, or a multiple of `size` if ranks have
+    """Return the number by which sequence lengths must be divisible: `size`, or a multiple of `size` if ranks have
     several chunks.
     """
     return math.lcm(LAYOUTS[layout].chunks * size // ulysses, size)

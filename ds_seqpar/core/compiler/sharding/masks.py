@@ -66,7 +66,7 @@ class Mask:
             image. A query in [first, end) also sees the later keys of its block. Spans must be ascending, disjoint and
             within one document. Blocks require a causal mask without a prefix.
         whole_blocks: With blocks and a window, whether a query also sees keys of its own block that lie before its
-            window. Some models show queries their whole block; others limit blocks to the window.
+            window. Models differ in whether a window limits visibility within a block.
 
     Raises:
         InputError: A field has an invalid type or value, or fields are incompatible.
@@ -200,7 +200,7 @@ class Mask:
 
     @functools.cached_property
     def _whole(self) -> Mask:
-        """The mask under which a query sees its whole block."""
+        """The mask that lets each query see its whole block."""
         return dataclasses.replace(self._inside, window=None)
 
     def parts(self, q: Triple) -> Iterator[tuple[int, Triple, tuple[int, int], Mask]]:
@@ -257,8 +257,8 @@ class Mask:
 
     @functools.cached_property
     def origins(self) -> tuple[int, ...]:
-        """Start position of each document minus the number of earlier tokens that the document sees. Empty if no
-        document has a parent.
+        """Start position of each document minus the number of earlier tokens that the document sees. The tuple is empty
+        if no document has a parent.
         """
         origins: list[int] = []
         for start, parent in zip(self.documents, self.parents, strict=False):
@@ -312,7 +312,9 @@ def _checked_parents(parents: tuple[int, ...], documents: int) -> tuple[int, ...
 
 
 def _checked_blocks(blocks: tuple[tuple[int, int], ...], documents: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return validated blocks in the form that a mask stores; blocks of a single token are dropped as irrelevant."""
+    """Return validated blocks in the form that a mask stores. Blocks with a single token are dropped, since they have
+    no effect.
+    """
     try:
         pairs = tuple((whole_number(first), whole_number(end)) for first, end in blocks)
     except (TypeError, ValueError):

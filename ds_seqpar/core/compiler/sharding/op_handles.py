@@ -13,7 +13,7 @@ _numbers = itertools.count()
 
 
 def handle_of(obj: Any) -> int:
-    """Return a handle for an object, valid as long as the object is referenced elsewhere."""
+    """Return a handle for an object. The handle is valid as long as the object is referenced elsewhere."""
     handle = next(_numbers)
     _OBJECTS[handle] = obj
     return handle

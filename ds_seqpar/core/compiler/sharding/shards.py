@@ -48,8 +48,8 @@ class UnevenShards:
     """An explicit assignment of tokens to CP ranks, replacing the configured layout.
 
     Tokens are given as runs (start, step, length) of global positions. The q runs of all ranks together must cover
-    every position of the query sequence exactly once. The kv runs must do the same for the key/value sequence.
-    Instances are hashable by value.
+    every position of the query sequence exactly once. The kv runs of all ranks together must cover every position of
+    the key/value sequence exactly once. Instances are hashable by value.
 
     New tokens that attend only to cached keys (`SequenceParallel.cache_attention`) begin at position `q_start`. With a
     `q_start`, the q runs cover all positions starting at `q_start`, and the kv runs cover all positions starting at 0.

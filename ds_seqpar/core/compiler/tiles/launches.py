@@ -21,7 +21,7 @@ MIN_BLOCK_ROWS = 64
 
 
 class KernelSupport(NamedTuple):
-    """The features of a kernel beyond full and causal blocks and batches of equal blocks."""
+    """The features that a kernel supports in addition to full and causal blocks and batches of equal blocks."""
 
     # True: the kernel aligns causal blocks to the lower right corner, so causal blocks must be square. False: the
     # kernel aligns causal blocks of any shape to the upper left corner.
@@ -66,8 +66,8 @@ def _cut(tile: Tile, support: KernelSupport) -> Iterator[Tile]:
 def _blocks(tile: Tile, max_rows: int) -> Iterator[Tile]:
     """Split a band into blocks of at most `max_rows` rows with overlapping columns.
 
-    A launch computes results for the columns of each block, so overlapping columns are counted once per block. A launch
-    has at most as many columns, counted in this way, as the tile.
+    A launch computes results for the columns of each block, so overlapping columns are counted once per block. Even
+    with this count, a launch has at most as many columns as the tile.
     """
     rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
     size = min(rows, max_rows, max(tile.width, MIN_BLOCK_ROWS)) if max_rows else rows

@@ -5,8 +5,9 @@ row of a query run to the next, each end of the interval either stays in place o
 key runs have different steps, an end may jump by several columns.
 
 A piece is a range of rows in which each end of the interval either stays in place in all rows or moves in all rows. If
-both ends stay, the piece is a full tile; if both move, the piece is a band. If only b moves, the piece is a causal tile
-plus a full tile of the columns that all its rows see. If only a moves, the piece is an upper tile plus a full tile.
+both ends stay in place, the piece is a full tile. If both ends move, the piece is a band. If only b moves, the piece is
+a causal tile plus a full tile of the columns that all its rows see. If only a moves, the piece is an upper tile plus a
+full tile.
 """
 
 from __future__ import annotations
@@ -343,7 +344,7 @@ def _both(left: list, right: list, length: int) -> Iterator[Piece]:
 def _join(pieces: list[Piece], piece: Piece) -> None:
     """Append a piece, or extend the last piece if both edges continue without a break.
 
-    A piece with a single row can be merged with edges that stay and with edges that move.
+    A piece with a single row can be merged with both kinds of edges, those that stay and those that move.
     """
     if pieces:
         q0, q1, a, a_moves, b, b_moves = pieces[-1]

@@ -5,8 +5,8 @@ After the second result, the accumulator's tensors are in accum_dtype (fp32, or 
 dimension of every tensor is dim 1.
 
 Results for disjoint sets of keys are merged with an online softmax. An attention sink (gpt-oss) is an additional score
-per head whose value vector is 0. The sink is merged into (out, lse) once, after all partial results, and backward reads
-the merged tensors.
+per head whose value vector is 0. The sink is merged into (out, lse) once, after all partial results. The backward pass
+uses the merged tensors.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class Accumulator:
 
 
 class Softmax(Accumulator):
-    """The accumulator for one query block's out and lse. out (B, n, H, D) has any dtype, and lse is always in
-    accum_dtype.
+    """The accumulator for the out and lse of one query block. The dtype of out (B, n, H, D) is arbitrary, while lse is
+    always in accum_dtype.
     """
 
     blank = (0.0, -INF)
@@ -329,11 +329,12 @@ def _add_gradients(
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge (new_out, new_lse) into (out, lse), in place.
 
-    The weights of the two results sum to 1 no matter how the merged lse is rounded. If a row sees no key on either
-    side, its out stays 0 and its lse stays -inf.
+    The weights of the two results sum to 1 no matter how the merged lse is rounded. For rows without any key in either
+    result, out stays 0 and lse stays -inf.
 
     Args:
-        out: (B, S, H, D) in fp32, or fp64 for fp64 attention. There may be more dimensions before the last one.
+        out: (B, S, H, D) in fp32, or fp64 for fp64 attention. There may be additional dimensions before the last
+            dimension.
         lse: (B, S, H) in the same dtype.
         new_out: Tensor with out's shape, in any dtype.
         new_lse: Tensor with lse's shape.
@@ -382,7 +383,7 @@ def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | No
 def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Merge sinks into out and lse, in place.
 
-    If a row saw no key, its out stays 0. A sink of -inf changes nothing, and a sink of inf takes all weight.
+    For rows that see no key, out stays 0. A sink of -inf changes nothing, and a sink of inf takes all weight.
 
     Args:
         out: (B, S, H, D) in any dtype.
@@ -398,7 +399,7 @@ def sinks_deltas(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return each row's sink weight, exp(sink - lse), multiplied by the row's delta, as (B, S, H).
 
     A row contributes -exp(sink - lse) * delta to the sink's gradient, like any key with a value of 0. If sink and lse
-    are both -inf, the row has neither key nor sink; if sink and lse are both inf, the row's out and delta are 0.
+    are both -inf, the row has neither a key nor a sink. If sink and lse are both inf, the row's out and delta are 0.
 
     Args:
         delta: The rowsum of `do * out`, (B, S, H).

@@ -81,7 +81,7 @@ class Kernel(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """Compute attention over one block.
 
-        Hq is a multiple of Hkv: query head h reads key/value head h * Hkv // Hq.
+        Hq is a multiple of Hkv. Query head h uses key/value head `h * Hkv // Hq`.
 
         Args:
             q: (B, Sq, Hq, D).
@@ -205,9 +205,7 @@ def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, scale: float, softcap: float, first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute `Kernel.backward` with results in fp32 (fp64 for fp64 inputs). `first` has the same meaning as in
-    `attend`.
-    """
+    """Compute `Kernel.backward` with results in fp32 (fp64 for fp64 inputs). See `attend` for `first`."""
     heads = k.shape[2]
     scores = _scores(q, k, causal, scale, softcap, first)
     p = torch.exp(scores - rearrange(lse, "b q (k g) -> b k g q 1", k=heads))
