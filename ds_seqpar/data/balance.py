@@ -270,7 +270,7 @@ class _Row:
         return inside, outside
 
     def ends(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
-        """Return the pieces inside and outside the last window, for the case that even the last window has too few
+        """Return the pieces inside and outside the last window. Call this method if even the last window has too few
         pairs.
 
         From its first piece, the last window takes fewer tokens at the front and more tokens at the back.

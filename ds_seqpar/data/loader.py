@@ -324,7 +324,7 @@ def _accelerate() -> Any:
 
 
 def _cause(by_rank: Mapping[int, Fields]) -> str:
-    """Return why ranks have different batches, with the remedy, or "" if the cause is unknown."""
+    """Explain why ranks have different batches and name the remedy, or return "" if the cause is unknown."""
     names = differing(by_rank)
     if ORDER in names:
         return (

@@ -332,7 +332,7 @@ def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]
 
 
 def _why_other_calls(by_rank: Mapping[int, tuple[str, Fields, str]]) -> str:
-    """Return why ranks make different calls, with the remedy, or "" if the cause is unknown.
+    """Explain why ranks make different calls and name the remedy, or return "" if the cause is unknown.
 
     `by_rank` contains the name, the fields and the remedy for each rank's call.
     """

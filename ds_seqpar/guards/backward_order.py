@@ -4,9 +4,9 @@ Each communicating call has a number that is the same on all ranks. Autograd num
 node is therefore identified by the first call made after the node was created, which is usually the node's own call.
 Some functions run attention again in the backward pass, such as reentrant checkpoints, head chunks and compiled graphs.
 A node of such a function is identified by the first call in the function's forward pass. Ranks compare the calls that
-identify the nodes that they run. On CPUs, ranks compare before a node's first message. On accelerators, ranks compare
-before `backward` returns at the latest. A backward pass that runs inside a node's own backward pass is not compared,
-because ranks have already agreed on the node.
+identify the nodes that they run. On CPUs, ranks compare calls before a node's first message. On accelerators, ranks
+compare calls at the latest before `backward` returns. A backward pass that runs inside a node's own backward pass is
+not compared, because ranks have already agreed on the node.
 """
 
 from __future__ import annotations

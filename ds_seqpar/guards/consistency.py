@@ -3,8 +3,8 @@
 On CPUs, each call is compared before anything is sent, because hosts wait for each other in every call anyway. On
 accelerators, hosts run ahead of their devices and must not wait for each other in every call. The comparison of a call
 is therefore deferred if ranks have already agreed on a similar call. All deferred calls are compared together at the
-next new kind of call or at the end of the step. A rank that cannot continue compares immediately. The other ranks also
-reach a comparison, because no host waits for its device before comparing.
+next new kind of call or at the end of the step. A rank that cannot continue starts a comparison immediately. The other
+ranks also reach a comparison, because no host waits for its device before comparing.
 """
 
 from __future__ import annotations

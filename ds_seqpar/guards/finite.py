@@ -1,8 +1,8 @@
 """Find the first NaN or inf during training if `check_finite` is enabled.
 
 A rank that finds a non-finite number continues until ranks compare their findings, because the other ranks would
-otherwise wait forever. Ranks compare at the end of each attention call and of a patched model's forward pass, and
-around an engine's `backward` and `step`. All ranks then raise an error with the earliest finding.
+otherwise wait forever. Ranks compare their findings at the end of each attention call and of a patched model's forward
+pass, and around an engine's `backward` and `step`. All ranks then raise an error with the earliest finding.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Finite(Guard):
         All ranks in the group must call this function.
 
         Args:
-            group: Group of ranks that compare; None for a single rank.
+            group: Group of ranks that compare their findings; None for a single rank.
             step: Number of the optimizer step that has just ended, if any.
             later: Whether to keep the first finding for a later comparison in a larger group instead of raising an
                 error.

@@ -39,7 +39,8 @@ class Labels(Observer):
 
 
 def labels_of(bound: BoundProgram) -> list[str]:
-    """Return the label of each instruction: step, operation, ranks involved and bytes moved.
+    """Return the label of each instruction, which contains the step, the operation, the ranks involved and the number
+    of bytes.
 
     A message's label contains the number of bytes that this rank sends or receives, and a collective's label the number
     of bytes that this rank receives. Message labels name CP ranks. For example, "kv(3):3>0 4096 B" is sent from rank 3

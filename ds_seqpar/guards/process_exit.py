@@ -202,7 +202,9 @@ def _place_of_stderr() -> str:
 
 
 def _write_error_file(sentence: str, late: bool) -> None:
-    """Write this rank's error file for torchrun's summary. If `late` is True, other ranks' errors count as earlier."""
+    """Write this rank's error file for torchrun's summary. If `late` is True, the timestamp is one second later, so
+    that torchrun treats other ranks' errors as earlier.
+    """
     message = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}
     with contextlib.suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "x") as file:
         json.dump({"message": {"message": sentence, "extraInfo": message}}, file)

@@ -386,7 +386,7 @@ def _waits(frames: list[FrameType]) -> bool:
 
 
 def _state(walk: Walk | None, call: Any = None, stuck: Launched | None = None) -> State:
-    """Return this rank's current state. `stuck` is a plan execution that the device does not finish."""
+    """Return this rank's current state. `stuck` is a plan execution that the device has not finished."""
     frames, wait = _frames(), waits.innermost()  # both may change while they are read
     if stuck is not None:  # the stuck execution was launched before anything that the host does now
         return State(_on_device(stuck), "a walk on the device")
@@ -411,7 +411,7 @@ def _state(walk: Walk | None, call: Any = None, stuck: Launched | None = None) -
 
 
 def _on_device(stuck: Launched) -> str:
-    """Describe what a stuck device is waiting for, and from which ranks."""
+    """Describe the messages that a stuck device is waiting for, and the ranks that must send them."""
     program, of_call = stuck.program, "" if stuck.call is None else f", {stuck.call.place}"
     at = [x for x in program.code if isinstance(x, op.Wait)]
     ended = [number for number, works in enumerate(stuck.batches, 1) if works and all(x.is_completed() for x in works)]

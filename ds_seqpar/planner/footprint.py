@@ -384,8 +384,8 @@ class _StepMemory:
     def reference(self) -> list[Moment]:
         """Return the moments of the reference model, whose layers keep no tensors for a backward pass.
 
-        Trainers in trl that generate run the reference model before the policy's forward pass. Other trainers run the
-        reference model after the policy's forward pass.
+        trl trainers that generate completions run the reference model before the policy's forward pass. Other trainers
+        run the reference model afterwards.
         """
         step, held = self.step, {"checkpoints": self.rope}
         if not step.objective.generated:

@@ -28,7 +28,7 @@ class Costs:
 
     Args:
         step: Training step with the model and configuration. The step's length and mask are replaced.
-        machine: Machine that trains the model.
+        machine: Machine on which the model is trained.
         window: Sliding window of attention in tokens, which is the same in all layers. None means no window.
     """
 

@@ -35,7 +35,7 @@ class Wire:
     latency: Seconds
     """Seconds until an empty message arrives."""
     rate: Rate
-    """Bytes/s that one rank receives. Ranks that share a link divide its rate."""
+    """Bytes/s that one rank receives. Ranks that share a link also share its rate."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -61,7 +61,7 @@ class Machine:
     memory: Rate
     """Bytes of memory per rank."""
     reserve_fraction: Annotated[float, Field(ge=0, le=0.99)]
-    """Fraction of `memory` that is unavailable to tensors."""
+    """Fraction of `memory` that is not available for tensors."""
     host_memory: Rate
     """Bytes of host memory per node."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -115,7 +115,7 @@ class Machine:
 
     @property
     def usable(self) -> int:
-        """Bytes of a rank's memory that are available to tensors."""
+        """Bytes of a rank's memory that are available for tensors."""
         return int(self.memory * (1 - self.reserve_fraction))
 
     def rates(self, dtype: str) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from .machine import Machine
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateLayers:
-    """A model's layers with a state or a causal convolution. All of them count like the largest."""
+    """A model's layers with a state or a causal convolution. All layers count like the largest layer."""
 
     count: int
     heads: int  # heads with a state; 0 if layers have only a convolution

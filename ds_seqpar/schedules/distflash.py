@@ -17,9 +17,9 @@ def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_
     In step t, worker p receives the k/v of worker p - t. If p < t, worker p has no work left and becomes a helper. A
     helper computes attention for the queries of the late worker p - t + A with its own k/v, and sends back the result.
 
-    Helpers compute in every step, except in step A / 2 if A is even, in which both workers would compute the same
-    product. As printed in the paper, Algorithm 2 also omits helpers in the last step if A is odd. If the mask hides
-    more than a causal mask, the hidden products are skipped.
+    Helpers compute in every step, with one exception: if A is even, both workers would compute the same product in step
+    A / 2. As printed in the paper, Algorithm 2 also omits helpers in the last step if A is odd. If the mask hides more
+    than a causal mask, the hidden products are skipped.
 
     Raises:
         ConfigError: A query sees a later block, or `moving_side` is "q" (in this schedule, both sides move).

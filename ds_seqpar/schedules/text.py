@@ -181,7 +181,7 @@ def _computed(plan: Plan) -> set[tuple[int, int]]:
 
 
 def _layouts(plans: Mapping[str, Plan], schedules: Iterable[Schedule]) -> tuple[str, ...]:
-    """Return the layouts for which all plans cover a causal mask. Raise PlanError if there is none."""
+    """Return the layouts for which all plans cover a causal mask. Raise PlanError if there is no such layout."""
     size, blocks = plans["forward"].size, plans["forward"].blocks
     computed = _computed(plans["forward"]) & _computed(plans["backward"])
     shapes = [schedule.at(size, options) for schedule in schedules for options in schedule.shapes(size)]

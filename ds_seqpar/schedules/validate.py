@@ -40,7 +40,7 @@ def validate(plan: Plan, needed: Iterable[tuple[int, int]]) -> None:
 
 
 class _Validator:
-    """Checks all ranks of a plan step by step."""
+    """Checks all ranks in a plan step by step."""
 
     def __init__(self, plan: Plan, needed: Products) -> None:
         self.plan, self.needed, self.kinds = plan, needed, ACCUMULATORS[plan.direction]

@@ -313,7 +313,7 @@ def _is_positive(x: Any) -> bool:
 def check_shares(runtime: Runtime, tensors: Tensors, settings: CallSettings) -> None:
     """Raise ConfigError, InputError or KernelError if the heads, length, mask, program and kernel are not compatible.
 
-    The kernel is checked before communication starts, because the kernel's package may be missing on only some ranks.
+    The kernel is checked before communication starts, because the kernel's package may be missing on some ranks.
     """
     (q, keys, *_), config = tensors, runtime.config
     check_heads(config.ulysses, q.shape[2], keys.shape[2], size=config.size, head_chunks=config.head_chunks)

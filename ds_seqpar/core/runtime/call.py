@@ -182,7 +182,9 @@ class Call(abc.ABC):
         return x[self.heads.head_chunks[head_chunk][side]][self.heads.inner(head_chunk)[side]]
 
     def take_common_off(self, head_chunk: int) -> None:
-        """Subtract the common part from the inner keys, in place unless the keys are the caller's."""
+        """Subtract the common part from the inner keys. The subtraction is in place unless the keys belong to the
+        caller.
+        """
         if self.common is not None:
             k, common = self.inner["k"], self.of_inner_heads(self.common, head_chunk, 1)
             self.inner = self.inner | {"k": k - common if self.alone else k.sub_(common)}

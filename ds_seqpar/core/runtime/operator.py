@@ -160,7 +160,7 @@ def check_derivatives(*tensors: Tensor) -> None:
 
 
 def derivatives_error(*tensors: Tensor) -> InputError | None:
-    """Return an error if attention is called under an unsupported kind of differentiation, or None."""
+    """Return an error if attention is called under an unsupported kind of differentiation, otherwise None."""
     if compat.in_torch_func():
         return InputError(
             "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "

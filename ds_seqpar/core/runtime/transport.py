@@ -139,8 +139,8 @@ class Works:
 
     Args:
         communication: Context manager used to start the works and to wait for them.
-        works: One Work object per message (receives first), or one for all messages. The objects are in the order in
-            which they are waited for, each with its awaited rank.
+        works: Pairs of a Work object and its awaited rank, in the order of the waits. There is one Work object per
+            message (receives first), or one for all messages.
         tensors: The sent and received tensors.
 
     Attributes:

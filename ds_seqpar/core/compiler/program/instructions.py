@@ -18,7 +18,7 @@ from ..sharding.layout import Key
 # maximum length of a step's text in `Program.where`, since a step may compute products for many blocks
 STEP_CHARACTERS = 600
 SlotNumber = Annotated[int, "slot"]  # the index of a slot, or a result of `local_slot`
-# slot number that stands for the head chunk's input tensors, or for the input tensors of the rank's first block
+# slot number that represents the head chunk's input tensors, or the input tensors of the rank's first block
 LOCAL = -1
 
 

@@ -42,7 +42,7 @@ class Shape:
     q_heads: int
     kv_heads: int
     head_dim: int
-    dtype: str  # torch's name of the dtype of q, k and v
+    dtype: str  # torch's name for the dtype of q, k and v
     comm_dtype: str  # dtype in which partial outputs and gradients are sent
 
     @property

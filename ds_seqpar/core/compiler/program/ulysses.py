@@ -166,7 +166,8 @@ def inward_fields(
 
 def outward_fields(direction: str, lse: bool, kv: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Yield the names of the tensors in each outward exchange, in order."""
-    # dk and dv go first, separately from dq, to save memory: each exchange needs a send and a receive buffer
+    # dk and dv are sent first, separately from dq, to save memory, since each exchange needs a send and a receive
+    # buffer
     if direction == "backward":
         yield from [tuple(f"d{name}" for name in kv), ("dq",)]
         return
@@ -214,8 +215,8 @@ class _CallBuilder:
         self.add(op.UnpackHeads(self.end_step(start), start.exchange, start.received), start.received)
 
     def end_step(self, start: op.ExchangeStart) -> int:
-        """Return the step in which an exchange ends: the step in which it started, or a new step if another exchange
-        has started since.
+        """Return the step in which an exchange ends: the step in which it started or, if another exchange has started
+        in the meantime, a new step.
         """
         if start.step == len(self.words) - 1:
             return start.step

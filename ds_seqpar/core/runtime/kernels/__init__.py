@@ -102,7 +102,7 @@ def candidates(spec: BlockSpec) -> list[str]:
 
 
 def slowness(kernel: Kernel, spec: BlockSpec) -> str:
-    """Return why the kernel selected by "auto" is slow for the spec and what to install, or "" if the kernel is not
+    """Explain why the kernel selected by "auto" is slow for the spec and what to install, or return "" if it is not
     slow.
     """
     return next(filter(None, (slow(kernel, spec) for slow in SLOW)), "")
