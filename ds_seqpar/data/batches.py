@@ -299,8 +299,8 @@ def _layout_of(
 ) -> tuple[Tensor | None, Lengths | None, BatchLayout | None]:
     """Return a batch's padding mask, the lengths of its documents and runs of padding, and its layout.
 
-    All three items are computed on the host. The mask is None if there is no padding. The lengths are None if each row
-    is one document. The layout is None if the configured layout suffices.
+    The mask, the lengths and the layout are computed on the host. The mask is None if there is no padding. The lengths
+    are None if each row is one document. The layout is None if the configured layout suffices.
     """
     mask = checked_mask(batch.get("attention_mask"), (rows, seq))
     on_left = mask is not None and not bool(mask[:, 0].all())

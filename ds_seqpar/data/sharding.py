@@ -52,7 +52,7 @@ class Sharding:
         data_rank: Index of this rank's group.
         layout_tensors: Cache, for each device, of tensors that depend only on a batch's layout.
         unused: Detector of models that do not use the sharded tensors.
-        mask_users: Patched models whose loss counts tokens with an attention_mask.
+        mask_users: Patched models whose loss uses an attention_mask to count tokens.
         vocabularies: Maps each patched model to a function that returns the model's numbers of token ids and labels.
         inputs: Maps each patched model to the declarations of its inputs.
         ulysses_sizes: Ulysses sizes that a batch may have.

@@ -56,8 +56,8 @@ class Calls(Guard):
         checker: Compares values across ranks.
 
     Attributes:
-        current: Call that is communicating or about to communicate or, during a backward pass, the call whose backward
-            pass is running.
+        current: The call that is communicating or about to communicate. In a backward pass, this is the call to which
+            the backward pass belongs.
     """
 
     def __init__(self, checker: ConsistencyChecker) -> None:
@@ -94,7 +94,7 @@ class Calls(Guard):
         Args:
             name: Name of the call in errors.
             layer: Number of the layer, if a patched model makes the call.
-            sends: Whether the forward pass sends anything. A replay sends nothing.
+            sends: Whether the forward pass sends anything. The forward pass of a replay sends nothing.
         """
         if not self.of[1]:
             return

@@ -262,8 +262,8 @@ def _foreign_operands(products: list[set[tuple[int, int]]], blocks_per_rank: int
 def _sources(plan: Plan, wanted: set[RankBlock]) -> dict[RankBlock, int]:
     """Return each operand's sender in the plan.
 
-    Gathered blocks are passed around a ring of the gather's members. A rank that only forwards an operand also has an
-    entry.
+    Gathered blocks are passed around a ring of the gather's members. The result also has an entry for each rank that
+    only forwards an operand.
     """
     source: dict[RankBlock, int] = {}
     for rank, steps in enumerate(plan.ranks):

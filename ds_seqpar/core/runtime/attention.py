@@ -70,7 +70,7 @@ def save(
     """Save tensors for the backward pass.
 
     The saved tensors are the sinks, the keys' common part, each head chunk's lse, and the inner tensors that the
-    forward pass returned. The local out and the operator's tensors are also saved if the backward pass needs them.
+    forward pass returned. The local `out` and the operator's tensors are also saved if the backward pass needs them.
 
     Args:
         tensors: Tensors of the operator.
@@ -107,11 +107,11 @@ class Attention(torch.autograd.Function):
     """The autograd function for attention, without a custom op. `compute` is `Runtime.forward` or the op that replaces
     `Runtime.forward`.
 
-    For short sequences, the overhead of a custom op takes as long as a kernel.
+    For short sequences, the overhead of a custom op can take as long as a kernel.
 
     When a checkpointed function is recomputed, the results of its first run are replayed. The replayed results may
-    contain delta (B, s, Hq) instead of out, since the backward pass needs only delta. If out is replaced by delta,
-    `forward` returns zeros as out.
+    contain delta (B, s, Hq) instead of `out`, since the backward pass needs only delta. If delta replaces `out`,
+    `forward` returns zeros as `out`.
     """
 
     @staticmethod

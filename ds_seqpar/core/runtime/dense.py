@@ -40,7 +40,7 @@ class Forward:
         self.device, self.dtype = self.q.device, self.q.dtype
 
     def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
-        """Return rows of this rank's tensors for an operand.
+        """Return the given rows of this rank's tensors for an operand.
 
         Args:
             kind: The operand, "q" or "kv".
@@ -93,8 +93,8 @@ class Backward(Forward):
     are dq, dk and dv.
 
     A query block is sent with delta = rowsum(do * out) instead of out, because delta has 1/D of out's size
-    (BurstAttention, section 3.1). Kernels read out, so `out_with_rowsum` computes a substitute from a received or
-    gathered block's delta. Local tensors use the true out, unless `out` is delta (B, n, H).
+    (BurstAttention, section 3.1). Kernels need `out`, so `out_with_rowsum` computes a substitute from a received or
+    gathered block's delta. Local tensors use the true `out`, unless `out` is delta (B, n, H).
     """
 
     def __init__(self, operands: Operands, do: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -160,9 +160,9 @@ def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
-    """Return a substitute for out that has the same rowsum: `do * delta / |do|^2`, or 0 in rows in which `do` is 0.
+    """Return a substitute for `out` that has the same rowsum: `do * delta / |do|^2`, or 0 in rows in which `do` is 0.
 
-    A backward kernel uses out only to compute the rowsum of `do * out`. Each row of `do` is first divided by its
+    A backward kernel uses `out` only to compute the rowsum of `do * out`. Each row of `do` is first divided by its
     maximum, since `|do|^2` can underflow in fp32.
 
     Args:
@@ -243,8 +243,8 @@ def moments(k: Tensor) -> Tensor:
 def common_part(moments_of_ranks: Tensor, heads: int) -> Tensor:
     """Return the common part (H, D) of the keys of all ranks.
 
-    The common part is 0 for elements whose absolute mean is at most their standard deviation, and for elements that are
-    not finite in some key.
+    The common part is 0 for elements whose absolute mean is at most their standard deviation, and for elements in which
+    some key is not finite.
 
     Args:
         moments_of_ranks: The `moments` of each rank, as (ranks, 2 * H * D + 1). The order is the same on all ranks, so

@@ -161,7 +161,8 @@ class HeadExchange(NamedTuple):
     """A head chunk's tensors that Ulysses ranks exchange in one all-to-all.
 
     On the way in, each rank sends all heads of its own tokens and receives its share of the heads for all tokens of the
-    CP rank. On the way out, each rank does the reverse.
+    CP rank. On the way out, each rank sends its share of the heads for all tokens, and receives all heads of its own
+    tokens.
     """
 
     head_chunk: int
@@ -302,7 +303,7 @@ def slots_of(instruction: Instruction) -> list[int]:
 
 
 class Slot(NamedTuple):
-    """A buffer of a program."""
+    """A buffer in a program."""
 
     kind: str  # kind of unit in the slot
     # "operand"; "accum": an accumulator in accum_dtype; "comm": a result in comm_dtype; "sent" or "received": the

@@ -24,7 +24,7 @@ class Counted(abc.ABC):
 
     @abc.abstractmethod
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """Return the same counts as `Plan.received` would return for the plan for all ranks."""
+        """Return the same counts as `Plan.received` for the plan of all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)

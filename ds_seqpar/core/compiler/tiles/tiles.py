@@ -104,8 +104,8 @@ class Tile(NamedTuple):
     The kind determines which columns k0 + j are visible to row q0 + i:
 
     - full: all columns.
-    - causal: columns with j <= i. The diagonal begins in the upper left corner, so rows from i = k1 - k0 - 1 on see all
-      columns.
+    - causal: columns with j <= i. The diagonal begins in the upper left corner, so all rows starting at i = k1 - k0 - 1
+      see all columns.
     - upper: columns with j >= i. An upper tile has as many rows as columns.
     - band: columns with i <= j < i + width. A band has rows + width - 1 columns; with fewer columns, the last rows see
       fewer than `width`.
@@ -291,7 +291,7 @@ def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Tr
 
 
 def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int]]:
-    """Return, for each row of a run, the number of keys before the row's position plus `shift`.
+    """For each row of a run, return the number of keys before the row's position plus `shift`.
 
     The result is a list of linear segments (first row, count in the first row, moves), in which the count grows by
     `moves` (0 or 1) per row. A moving segment begins with the first row whose count exceeds the previous row's count.

@@ -330,7 +330,7 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge (new_out, new_lse) into (out, lse), in place.
 
     The weights of the two results sum to 1 no matter how the merged lse is rounded. For rows without any key in either
-    result, out stays 0 and lse stays -inf.
+    result, `out` stays 0 and `lse` stays -inf.
 
     Args:
         out: (B, S, H, D) in fp32, or fp64 for fp64 attention. There may be additional dimensions before the last
@@ -383,7 +383,7 @@ def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | No
 def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Merge sinks into out and lse, in place.
 
-    For rows that see no key, out stays 0. A sink of -inf changes nothing, and a sink of inf takes all weight.
+    For rows that see no key, `out` stays 0. A sink of -inf changes nothing, and a sink of inf takes all weight.
 
     Args:
         out: (B, S, H, D) in any dtype.
