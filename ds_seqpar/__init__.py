@@ -1,4 +1,4 @@
-"""Exact sequence-parallel attention for DeepSpeed: Ulysses combined with any schedule, configured by settings."""
+"""Exact sequence-parallel attention for DeepSpeed. Ulysses is combined with any schedule, as configured by settings."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

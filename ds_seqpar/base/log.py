@@ -21,5 +21,5 @@ def log_once(message: str) -> None:
         _logger.warning(message)
 
 
-# in a compiled model, log_once runs while the graph is traced
+# in a compiled model, log_once runs during tracing
 setattr(log_once, compat.CONSTANT, True)

@@ -1,4 +1,4 @@
-"""Load add-ons: optional folders of `ds_seqpar` with modules that register themselves."""
+"""Load add-ons, which are optional folders in `ds_seqpar` with modules that register themselves."""
 
 from __future__ import annotations
 
