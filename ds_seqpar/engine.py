@@ -436,7 +436,7 @@ def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
     """Return the fields of arguments that ranks compare.
 
     A parameter is compared by its name in the model, shape and dtype; an optimizer by its groups; a scheduler by its
-    attributes; a function by its defaults. Numbers and text are compared by value, other objects by class.
+    attributes; a function by its defaults. Numbers and text are compared by value, and all other objects by class.
     """
     names = {
         id(p): f"{name} {compat.whole_shape(p)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
@@ -449,7 +449,7 @@ def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
             return names.get(id(x)) or (x.item() if x.numel() == 1 and not x.is_meta else str(x.shape))
         if x is None or isinstance(x, bool | int | float | str):
             return x
-        if depth >= DEEPEST:  # for example, an object that contains itself
+        if depth >= DEEPEST:  # for example, for an object that contains itself
             return kind
         if isinstance(x, Mapping):
             return {str(name): inner(value) for name, value in x.items()}
@@ -471,7 +471,7 @@ def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
 
 
 def _check_same_settings(config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel) -> None:
-    """Raise ConfigError if a setting of the section differs from that of the SequenceParallel."""
+    """Raise ConfigError if a setting in the section differs from the SequenceParallel's setting."""
     for name in section:
         value = getattr(config, name)
         if value not in ("auto", getattr(given.config, name)):

@@ -156,7 +156,8 @@ def _lines(packed: Packed) -> Iterator[str]:
 
 
 def _drawn(pack: Pack, rank: int, widest: int) -> str:
-    """Draw a rank's tokens as characters. Shared documents get letters, and whole documents get alternating characters."""
+    """Draw a rank's tokens as characters: a letter per shared document, and alternating characters for whole
+    documents."""
     text, held = "", 0
     for number, part in enumerate(pack.parts[rank]):
         held += part.tokens

@@ -44,8 +44,8 @@ def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
 
 
 def runs_as_op() -> bool:
-    """Return whether attention must run as a single op, for a compiler or a dispatch mode (such as a selective
-    checkpoint).
+    """Return whether attention must run as a single op, for a compiler or a dispatch mode such as a selective
+    checkpoint.
     """
     return torch.compiler.is_compiling() or compat.dispatch_modes() > 0
 

@@ -235,9 +235,7 @@ class DeepSpeedJson:
             )
 
     def check(self) -> None:
-        """Raise ConfigError for a misspelled section, for values of the wrong type, and for settings that DeepSpeed
-        rejects.
-        """
+        """Raise ConfigError for a misspelled section, values of the wrong type, and settings that DeepSpeed rejects."""
         for key in autos(self.content):
             if key in OBJECTS:
                 raise ConfigError(
