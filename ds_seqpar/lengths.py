@@ -171,8 +171,7 @@ class StepDealer:
         return Row(tensors, documents, media, positions)
 
     def _batch(self, pack: list[Row]) -> dict[str, Any]:
-        """Return a pack as a batch of one row, filled with ignored tokens if some ranks would otherwise have no
-        tokens."""
+        """Return a pack as a batch of one row, filled with ignored tokens if some ranks would have no tokens."""
         if (missing := self.sp.size - sum(row.tokens for row in pack)) > 0:
             pack = [*pack, _filler(pack, missing)]
         documents = tuple(length for row in pack for length in row.documents)

@@ -156,8 +156,7 @@ def _lines(packed: Packed) -> Iterator[str]:
 
 
 def _drawn(pack: Pack, rank: int, widest: int) -> str:
-    """Draw a rank's tokens as characters: a letter per shared document, and alternating characters for whole
-    documents."""
+    """Draw a rank's tokens as characters. Each shared document is a letter, and whole documents alternate."""
     text, held = "", 0
     for number, part in enumerate(pack.parts[rank]):
         held += part.tokens

@@ -44,9 +44,7 @@ def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
 
 
 def runs_as_op() -> bool:
-    """Return whether attention must run as a single op, for a compiler or a dispatch mode such as a selective
-    checkpoint.
-    """
+    """Return whether a compiler, or a dispatch mode such as a selective checkpoint, needs attention as a single op."""
     return torch.compiler.is_compiling() or compat.dispatch_modes() > 0
 
 

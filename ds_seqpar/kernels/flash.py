@@ -304,9 +304,7 @@ class CudaEfficient(CudaKernel):
         return x.contiguous() if (x.shape[1] - 1) * x.stride(1) > MAX_INT else x
 
     def mask(self, call: OperatorCall) -> int:
-        """Return the operator's mask: 0 for no mask, 1 for causal from the upper left, 2 for causal from the lower
-        right corner.
-        """
+        """Return the operator's mask: 0 for none, 1 for causal from upper left, 2 for causal from lower right."""
         return 0 if call.right else 1 if call.rows == call.columns else 2
 
     def keywords(self, call: OperatorCall) -> dict[str, Any]:

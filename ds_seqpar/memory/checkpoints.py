@@ -1,4 +1,4 @@
-"""Checkpoints that compute attention only once. The first run saves attention's results, and the second run replays them.
+"""Checkpoints that compute attention only once. The first run saves attention's results, and the second replays them.
 
 A checkpoint runs a function, frees the intermediate tensors, and runs the function again when gradients are needed.
 With replay, attention's forward pass and its communication run once per step (DistFlashAttn, section 3.3). Saved
@@ -35,7 +35,7 @@ class Replay(seam.Replay):
 
     Args:
         saves: Whether the first run saves results.
-        store: The host memory for saved results; None keeps them on the device.
+        store: The host memory for saved results, or None to keep results on the device.
     """
 
     outer: Replay | None = None
@@ -182,7 +182,7 @@ def replaying(
 
     Args:
         function: The function that the checkpoint runs.
-        store: The host memory for saved results; None keeps them on the device.
+        store: The host memory for saved results, or None to keep results on the device.
         saves: Whether to save results. If False, attention is still marked as checkpointed.
     """
     replay = Replay(saves, store)

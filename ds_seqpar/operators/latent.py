@@ -1,4 +1,4 @@
-"""Latent attention (MLA), in which ranks send each token's latent, and expand it to keys and values for each block product.
+"""Latent attention (MLA). Ranks send each token's latent, and expand latents to keys and values for each product.
 
 A latent has R elements per token, shared by all heads. In DeepSeek-V3, 576 elements represent 40,960 elements of k and
 v. A matrix (H, R, D + Dv) expands the latent. Forward and backward expand a block again for each product. In backward,

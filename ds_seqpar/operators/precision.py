@@ -32,8 +32,7 @@ def all_digits(device_type: str) -> Iterator[None]:
 
 
 def _own_value(product: Any) -> str:
-    """Return the value to restore, which is the product's own setting, or "none" if the setting equals the global
-    default."""
+    """Return the value to restore: the product's setting, or "none" if the setting equals the global default."""
     value = product.fp32_precision
     product.fp32_precision = INHERITED
     return INHERITED if product.fp32_precision == value else value

@@ -72,7 +72,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     Args:
         *args: Positional arguments of transformers' `generate`, the same on all ranks that share the sequence. Only a
             streamer may be passed on a single rank.
-        **kwargs: Keyword arguments of transformers' `generate`, also the same on all ranks of the sequence.
+        **kwargs: Keyword arguments of transformers' `generate`, also the same on all ranks that share the sequence.
 
     Returns:
         The result of transformers' `generate`, the same on all ranks. A returned cache contains only this rank's part
