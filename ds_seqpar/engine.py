@@ -86,8 +86,8 @@ def initialize(
             Pass False if the loss differs intentionally.
         doctor: Whether to examine the job for a few seconds first. The default is the section's setting.
         **kwargs: optimizer, model_parameters and lr_scheduler are passed to deepspeed.initialize. distributed_port and
-            dist_init_required have the same meaning as in deepspeed.initialize; dist_init_required=False declares that
-            torch.distributed is already initialized. training_data is a map-style data set. DeepSpeed creates its
+            dist_init_required have the same meaning as in deepspeed.initialize. `dist_init_required=False` declares
+            that torch.distributed is already initialized. training_data is a map-style data set. DeepSpeed creates its
             dataloader, and groups receive different batches, as with `sp.loader`. collate_fn creates the batches to
             pass to `sp.shard_batches`.
 
@@ -343,8 +343,8 @@ def prepare_model(
             created.
 
     Raises:
-        ConfigError: The model cannot be patched on one rank, or the section's settings differ from those of `given` or
-            of the SequenceParallel that the model is patched with. Raised on all ranks.
+        ConfigError: The model cannot be patched on one rank, or the section's settings differ from the settings of
+            `given` or of the SequenceParallel with which the model is patched. Raised on all ranks.
     """
     sp, config, patcher, job_with_model, base = None, None, patcher_if_known(model), None, unwrapped(model)
     try:
@@ -369,7 +369,7 @@ def prepare_model(
 def _given_or_patched_with(
     model: torch.nn.Module, config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel | None
 ) -> SequenceParallel | None:
-    """Return `given`, or the SequenceParallel that the model is patched with, or None if neither exists.
+    """Return `given`, or the SequenceParallel with which the model is patched, or None if neither exists.
 
     Raises:
         ConfigError: The SequenceParallel does not match the model or the section.
@@ -435,8 +435,8 @@ def assert_same_training(
 def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
     """Return the fields of arguments that ranks compare.
 
-    A parameter is compared by its name in the model, shape and dtype; an optimizer by its groups; a scheduler by its
-    attributes; a function by its defaults. Numbers and text are compared by value, and all other objects by class.
+    Parameters are compared by name, shape and dtype, optimizers by their groups, schedulers by their attributes, and
+    functions by their defaults. Numbers and text are compared by value, and all other objects by class.
     """
     names = {
         id(p): f"{name} {compat.whole_shape(p)} {p.dtype}{'' if p.requires_grad else ', frozen'}"

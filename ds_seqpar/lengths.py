@@ -101,7 +101,7 @@ class StepDealer:
         """Return this group's micro-batches for a step, as whole batches of one row with the step's number of labels.
 
         Args:
-            samples: The step's samples, in the same order on all ranks; each sample is a batch of one row.
+            samples: The step's samples, in the same order on all ranks. Each sample is a batch of one row.
             error: An error on this rank, which all ranks will raise.
 
         Returns:

@@ -71,7 +71,10 @@ class Packing(Protocol):
         """Return a sample's inputs that have no entry per token. Raise an error for unsupported inputs."""
 
     def positions_of(self, document: Mapping[str, Any]) -> Any:
-        """Return the positions of a document's tokens, int64 (axes, 1, tokens). The first axis counts the tokens."""
+        """Return the positions of a document's tokens, int64 (axes, 1, tokens).
+
+        The first axis counts the document's tokens.
+        """
 
     def joined(self, media: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Join the media of several documents into the inputs for one pack."""

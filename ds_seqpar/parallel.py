@@ -70,16 +70,19 @@ class SequenceParallel:
             across all ranks.
 
     Attributes:
-        config (SequenceParallelConfig): The settings, with every `"auto"` resolved. rank (int): This rank's index among
-        the `size` ranks that share its sequence. size (int): Number of ranks that share a sequence. multiple (int): If
-        a sequence's length is a multiple of this number, all ranks hold the same number of tokens. data_rank (int):
-        Index of this rank's group, which selects the sequences that the group trains on. data_size (int): Number of
-        groups. device (torch.device): The device for this rank's tensors. It is the process's current device if one has
-        been set, otherwise the device whose index is the launcher's local rank. topology (Topology): All ranks in the
-        job, arranged along named axes. sharding (Sharding): The assignment of tokens to ranks, with the methods
-        `shard`, `gather`, `place`, `position_ids` and `sum_over_ranks`. accumulation_steps (int | None): The number of
-        micro-batches per optimizer step, set by `initialize`. If None, `shard_batches`
-            accepts any number of micro-batches.
+        config (SequenceParallelConfig): The settings, with every `"auto"` resolved.
+        rank (int): This rank's index among the `size` ranks that share a sequence.
+        size (int): The number of ranks that share a sequence.
+        multiple (int): If a sequence's length is a multiple of this number, all ranks hold the same number of tokens.
+        data_rank (int): The index of this rank's group. The index selects the sequences on which the group trains.
+        data_size (int): The number of groups.
+        device (torch.device): The device for this rank's tensors. The process's current device is used if one has been
+            set, otherwise the device whose index is the launcher's local rank.
+        topology (Topology): All ranks in the job, arranged along named axes.
+        sharding (Sharding): The assignment of tokens to ranks, with the methods `shard`, `gather`, `place`,
+            `position_ids` and `sum_over_ranks`.
+        accumulation_steps (int | None): The number of micro-batches per optimizer step, set by `initialize`. If None,
+            `shard_batches` accepts any number of micro-batches.
     """
 
     def __init__(
@@ -390,7 +393,7 @@ class SequenceParallel:
         return self.checkpointing(checkpoint)(function, *args, use_reentrant=use_reentrant, **kwargs)
 
     def checkpointing(self, checkpoint: Callable[..., Any]) -> checkpoints.Checkpoint:
-        """Return a variant of `checkpoint` that uses the given checkpoint function instead of torch's."""
+        """Return a variant of `checkpoint` that uses the given checkpoint function instead of torch's checkpoint."""
         if self.config.offload_checkpoints and self.store is None:
             from .memory.offload import store_of
 
@@ -507,8 +510,9 @@ class SequenceParallel:
         Returns:
             A loader with `set_epoch`, `state_dict` and `load_state_dict`. For each step, the loader yields a list of
             whole batches, of the same length on every rank. Call the model with each batch, call `backward` on each
-            loss, and step the optimizer after the last batch. Average gradients over ranks, as in DDP. To avoid waiting
-            for other ranks, a pack's loss may be only this rank's part. The step's loss is `sp.mean_loss(sum(losses))`.
+            loss, and step the optimizer after the last batch. Average gradients over ranks, as in DDP. A pack's loss
+            may be only this rank's part, so that ranks need not wait for one another. The step's loss is
+            `sp.mean_loss(sum(losses))`.
 
         Raises:
             ConfigError, InputError, DisagreementError: `tokens_per_rank` is not set, a sample is longer than

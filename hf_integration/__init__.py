@@ -68,7 +68,7 @@ __all__ = [
 
 
 def check_transformers(version: str) -> None:
-    """Raise ConfigError if transformers is too old; warn on one rank if transformers is newer than tested."""
+    """Raise ConfigError if transformers is too old, and warn on one rank if it is newer than tested."""
     release = Version(version).release[:2]
     tested = f"transformers {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
     if release < OLDEST:

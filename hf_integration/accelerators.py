@@ -247,7 +247,7 @@ class GroupAccelerator(GroupState):
         return [[rank for rank, of in enumerate(groups) if of == group] for group in range(self.sp.data_size)]
 
     def gather_objects(self, data: Any) -> list[Any]:
-        """Concatenate one list per group; accelerate's `gather_object` concatenates one list per process."""
+        """Concatenate one list per group, whereas accelerate's `gather_object` concatenates one list per process."""
         by_rank = gather_object([data])
         return [x for ranks in self._ranks_by_group() for x in by_rank[ranks[0]]]
 

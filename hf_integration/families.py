@@ -121,8 +121,8 @@ BALANCE = ("router_aux_loss_coef", "aux_loss_coef")  # attributes that store the
 class Name(str):
     """The name of our attention in a config. Copying or pickling a `Name` yields the replaced name instead.
 
-    transformers searches attention names for "flash" to choose masks for flash attention. `Name` answers this search on
-    behalf of the attention that local forwards use.
+    transformers searches attention names for "flash" to choose masks for flash attention. In a `Name`, transformers
+    finds "flash" if the attention for local forwards is flash attention.
     """
 
     replaced: str
@@ -214,8 +214,7 @@ class _With:
 def heads_around(model: nn.Module) -> list[nn.Module]:
     """Return the modules that wrap the base model and that users call.
 
-    The modules include those from peft, because peft may call the inner model's forward without running that model's
-    hooks.
+    peft's modules are included, because peft may call the inner model's forward without running that model's hooks.
     """
     inner = unwrapped(model)
     modules = [module for module in model.modules() if _is_of_peft(module)]

@@ -1,10 +1,10 @@
 """Run unmodified attention modules on a rank's tokens as if the tokens followed a cache of all earlier tokens.
 
-Modules that select keys with an index, or that have custom attention, read earlier tokens from a cache. Such a module
-therefore gets a `GatheredPast` as its cache, and runs twice on each piece of a rank's tokens. In the first run the
-piece attends only to itself, and the cache records the module's keys. All ranks then gather the keys. In the second run
-the cache returns the keys of the piece's document, up to the piece's last token. A piece is short, and its second run
-is recomputed in backward, so memory grows with the piece's length times the number of tokens.
+Modules that select keys with an index, or that have custom attention, read earlier tokens from a cache. Each of these
+modules therefore gets a `GatheredPast` as its cache, and runs twice on each piece of a rank's tokens. In the first run
+the piece attends only to itself, and the cache records the module's keys. All ranks then gather the keys. In the second
+run the cache returns the keys of the piece's document, up to the piece's last token. A piece is short, and its second
+run is recomputed in backward, so memory grows with the piece's length times the number of tokens.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def draw(
 ) -> None:
     """Write a plan's simulated timeline as an image, in PNG or in the format given by the file's extension.
 
-    Each row is a CP rank; all Ulysses ranks of a CP rank behave identically. A row's upper lane shows products and
+    Each row is a CP rank. All Ulysses ranks of a CP rank behave identically. A row's upper lane shows products and
     waits, and its lower lane shows incoming transfers and exchanges of heads. The unit of time is one product of two
     blocks.
 
@@ -67,7 +67,7 @@ def draw_packs(packs: Sequence[Sequence[Pack]], file: str | Path) -> None:
     """Draw each group's packs.
 
     Each row shows a CP rank's tokens from left to right, one micro-batch after another. Documents on a single rank are
-    gray; every other document has a color.
+    gray, and every other document has a color.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.

@@ -35,8 +35,8 @@ class LaunchSize(NamedTuple):
 def flash_2(size: LaunchSize) -> int:
     """Return the workspace of mha_bwd in flash-attention (csrc/flash_attn/flash_api.cpp).
 
-    The function allocates dq and delta in fp32, and dk and dv for all query heads. Deterministic algorithms allocate
-    several copies of dq. These copies of dq are not counted.
+    The function allocates dq and delta in fp32, and dk and dv for all query heads. Additional copies of dq, which
+    deterministic algorithms allocate, are not counted.
     """
     if size.forward:
         return 0

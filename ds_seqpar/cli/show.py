@@ -186,7 +186,7 @@ def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
 def exchange_bytes_per_token(shape: Shape, ulysses_size: int, exchange: HeadExchange) -> float:
     """Return the number of bytes per token that a Ulysses rank receives from other ranks in an exchange.
 
-    Tokens are those of the CP rank, and all Ulysses ranks are assumed to have equal shares. `shape` describes the
+    Tokens are counted per CP rank, and all Ulysses ranks are assumed to have equal shares. `shape` describes the
     Ulysses rank's inner tensors.
     """
     size = token_bytes(shape.field(name) for name in exchange.fields)

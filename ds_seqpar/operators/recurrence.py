@@ -227,14 +227,14 @@ def _exchanges_heads(
 def exchange_heads(runtime: Runtime, tensors: Sequence[Tensor], tokens: Sequence[int], inward: bool) -> list[Tensor]:
     """Exchange heads among Ulysses ranks.
 
-    On the way in, (B, s, H, ...) becomes (B, T, H / U, ...), and on the way out the reverse.
+    Inward, (B, s, H, ...) becomes (B, T, H / U, ...). Outward, (B, T, H / U, ...) becomes (B, s, H, ...).
 
     Args:
         runtime: This rank's runtime.
         tensors: The tensors to exchange. Tensors of the same dtype share a message. If a tensor has fewer heads than
-            there are Ulysses ranks, each rank receives the head that the rank's heads of the other tensors read.
+            there are Ulysses ranks, each rank receives the head that belongs to the rank's heads of the other tensors.
         tokens: Number of tokens of each Ulysses rank.
-        inward: Whether heads are exchanged on the way in or on the way out.
+        inward: Whether to exchange heads inward. If False, heads are exchanged outward.
     """
     exchanged: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(x.dtype for x in tensors):

@@ -1,10 +1,10 @@
 """Tensors of whole sequences, whose tokens stay on the ranks that computed them until the values are read.
 
-To user code, a `WholeTensor` looks like the whole tensor. It has the whole shape, and every torch function returns the
-same result and gradients as for the whole tensor. Internally, a WholeTensor stores this rank's shard. Functions that
-process tokens independently run on the shard and return another WholeTensor. Examples are conversions, arithmetic,
-softmax, and slices of rows and tokens. Any other function first gathers the whole tensor from all ranks that share the
-sequence, and the gathered tensor is kept for later calls.
+To user code, a `WholeTensor` looks like the whole tensor. A `WholeTensor` has the whole shape, and every torch function
+returns the same result and gradients as for the whole tensor. Internally, a WholeTensor stores this rank's shard.
+Functions that process tokens independently run on the shard and return another WholeTensor. Examples are conversions,
+arithmetic, softmax, and slices of rows and tokens. Any other function first gathers the whole tensor from all ranks
+that share the sequence, and the gathered tensor is kept for later calls.
 
 All ranks that share a sequence run the same computation on the whole tensor, so each rank receives the whole gradient.
 Backward selects this rank's shard of the gradient, and multiplies the shard by the number of ranks that share the
@@ -100,7 +100,7 @@ class WholeTensor(Tensor):
         return 1 if self.flat else 2
 
     def is_like(self, other: WholeTensor) -> bool:
-        """Return whether each rank holds the same tokens of both tensors, and `flat` is equal."""
+        """Return whether each rank holds the same tokens of both tensors, and both have the same `flat`."""
         return self.shard_spec.is_like(other.shard_spec) and self.flat == other.flat
 
     @classmethod
@@ -328,7 +328,7 @@ def _gathered(x: Any) -> Any:
 
 
 def wholes(*arguments: Any) -> list[WholeTensor]:
-    """Return all WholeTensors in the arguments, including nested ones."""
+    """Return all WholeTensors in the arguments, including nested arguments."""
     return [x for x in tree_leaves(arguments) if isinstance(x, WholeTensor)]
 
 

@@ -1,10 +1,10 @@
 """Observe how a model's tokens interact in forwards of a small copy, in attention and in any other modules that mix
 tokens.
 
-The copy's attention is our own function, which in some forwards computes softmax attention and in others lets each
-token attend only to itself. If each token attends only to itself, a token's result must not depend on which other
-tokens are present. A rank computes only its own tokens, and all information from other tokens must arrive through
-attention. Modules that mix tokens in other ways are reported by name.
+The copy's attention is our own function. In some forwards, the function computes softmax attention. In all other
+forwards, each token attends only to itself. If each token attends only to itself, a token's result must not depend on
+which other tokens are present. A rank computes only its own tokens, and all information from other tokens must arrive
+through attention. Modules that mix tokens in other ways are reported by name.
 """
 
 from __future__ import annotations
@@ -483,7 +483,7 @@ def _differ(whole: list[Tensor], other: list[Tensor]) -> bool:
     """Return whether two lists of tensors differ for the tokens of a shard.
 
     The second list contains either all tokens or only the shard's tokens. Tensors without a token dimension, such as
-    those of experts, are ignored.
+    expert tensors, are ignored.
     """
     return any(_differs(_of_shard(a), _of_shard(b)) for a, b in zip(whole, other, strict=False) if TOKENS in a.shape)
 

@@ -329,7 +329,7 @@ def difference(
     If all gradients are wrong by the same factor, the clause names the factor.
 
     Args:
-        expected: Values by name; gradients are named "gradient of ...".
+        expected: Values by name. Gradients are named "gradient of ...".
         got: The values to test, with the same names.
         tolerance: The largest allowed relative difference.
         order: The order of the norm for measuring differences.

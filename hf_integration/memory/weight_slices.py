@@ -148,7 +148,7 @@ class Slice:
     def blank(self, x: Tensor) -> dict[str, Tensor]:
         """Return tensors that have the shapes of `project`'s results but occupy no memory.
 
-        Such tensors suffice if attention only returns results that a checkpoint stored.
+        Tensors without memory suffice if attention only returns results that a checkpoint stored.
         """
         outputs = {name: projection(x[:, :1]) for name, projection in self.inward.items()}
         return {name: output.new_zeros(()).expand(*x.shape[:2], output.shape[-1]) for name, output in outputs.items()}

@@ -2,10 +2,11 @@
 
 A forward is sharded, whole, a decode step, or local.
 
-- Local forwards compute the unpatched model. Forwards are local inside `whole_sequences`. On a single rank, they are
-also local for batches that do not come from `shard_batches`. - Whole forwards shard a whole batch and return whole
-outputs (see `whole_calls`). A whole forward can use a kv cache that is distributed across ranks (see `generation`). -
-Decode steps have one new token per row. All ranks compute the new token.
+- Local forwards compute the unpatched model. Forwards are local inside `whole_sequences`. On a single rank, forwards are
+  also local for batches that do not come from `shard_batches`.
+- Whole forwards shard a whole batch and return whole outputs (see `whole_calls`). A whole forward can use a kv cache that
+  is distributed across ranks (see `generation`).
+- Decode steps have one new token per row. All ranks compute the new token.
 
 Before each forward that is not local, the ranks check once that each rank received its own tokens with global positions
 (see `agreement`). The outermost module in the call decides the mode from all its arguments, and creates the
@@ -141,9 +142,9 @@ Before = Callable[[Bind, Any, tuple, dict[str, Any]], tuple[tuple, dict[str, Any
 def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return whether a forward is local.
 
-    A single rank always has whole sequences, so its forwards are usually local too. Three kinds of forwards on a single
-    rank are not local: those for batches from `shard_batches`, those for a Trainer's batches with labels, which use
-    tiles and checkpoints as on several ranks, and calls whose rows may share prompts.
+    A single rank always has whole sequences, so its forwards are usually local too. On a single rank, forwards for
+    batches from `shard_batches` are not local. Forwards for a Trainer's batches with labels are not local either, since
+    they use tiles and checkpoints as on several ranks. Calls whose rows may share prompts are not local either.
     """
     if patch.whole or patch.sp.size > 1:
         return bool(patch.whole)

@@ -2,8 +2,8 @@
 
 RoPE frequencies may depend on the longest position in a batch ("dynamic", "longrope"), but a rank has only some of the
 positions. The rank's embedding therefore also gets the longest position, and the result for that position is dropped.
-In models without position_ids, embeddings count positions from the end of the cache. Such embeddings get the positions
-of the rank's tokens instead.
+In models without position_ids, embeddings count positions from the end of the cache. Patched embeddings instead get the
+positions of the rank's tokens.
 """
 
 from __future__ import annotations

@@ -122,7 +122,10 @@ class SequenceParallelCallback(TrainerCallback):
         self.flop_counter = FlopCounter(kwargs["model"]) if self.peak else None
 
     def count(self, batch: Mapping[str, Any]) -> None:
-        """Count the tokens and flops of a whole batch. This rank's share is 1 / sp.size."""
+        """Count the tokens and flops of a whole batch.
+
+        Of these tokens and flops, `1 / sp.size` is this rank's share.
+        """
         try:
             lengths = lengths_of(batch)
         except InputError:  # the forward will raise the error on all ranks

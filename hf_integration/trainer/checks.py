@@ -304,5 +304,5 @@ def text_error(example: object) -> ConfigError | None:
 
 
 def _ids(example: object) -> list[Any]:
-    """Return the id columns of an example. trl's preference data has "prompt_ids", "chosen_ids" and others."""
+    """Return the id columns of an example. trl's preference data has columns such as "prompt_ids" and "chosen_ids"."""
     return [x for name, x in example.items() if name.endswith("_ids")] if isinstance(example, Mapping) else []

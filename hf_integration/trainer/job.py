@@ -113,7 +113,8 @@ def _longest_pack(dataset: Any) -> tuple[int, ...]:
 def longest_example(dataset: Any, column: str) -> int | None:
     """Return the number of tokens of the longest example of a `datasets.Dataset`, or None for any other data set.
 
-    The number comes from the length column or from input_ids. Other data sets would have to create every example.
+    The number comes from the length column or from input_ids. For all other data sets, every example would have to be
+    created to count its tokens.
     """
     library = sys.modules.get("datasets")  # if `datasets` is not imported, the data set does not come from it
     if library is None or not isinstance(dataset, library.Dataset) or not len(dataset):

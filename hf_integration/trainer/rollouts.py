@@ -1,8 +1,7 @@
 """Support for trl's GRPO and RLOO. A group of ranks generates and scores each completion once, then trains on it.
 
-trl's methods run unchanged, except for the accelerate functions that they call directly. Those accelerate functions
-would count ranks, and are replaced with versions that count groups, since a group of ranks takes the place of one
-process.
+trl's methods run unchanged, except for the accelerate functions that they call directly. The accelerate functions would
+count ranks. They are replaced with versions that count groups, since a group of ranks takes the place of one process.
 """
 
 from __future__ import annotations

@@ -363,7 +363,7 @@ def _without_margin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
     """transformers' `Trainer`, except that a group of ranks shares every sequence.
 
-    The arguments are those of `Trainer` and `SequenceParallelMixin`.
+    Accepts the arguments of `Trainer` and `SequenceParallelMixin`.
 
     Examples:
         ```python

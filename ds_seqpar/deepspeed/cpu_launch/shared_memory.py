@@ -73,8 +73,8 @@ def remove_unheld(file: Path) -> int | None:
     On systems other than Linux, the file is kept.
 
     The kernel grants a write lease only on a file that no other process has open, including processes of other users
-    and containers. If another process opens the file during the lease, the other process waits. This process then
-    receives a signal, which by default would terminate it.
+    and containers. If another process opens the file during the lease, the other process waits. The process with the
+    lease then receives a signal, which would terminate the process by default.
     """
     if sys.platform != "linux":
         return None
