@@ -50,7 +50,7 @@ Mailbox = defaultdict[tuple[int, int, int], deque[Tensor]]
 
 
 class _VirtualComm:
-    """The transport of one virtual rank, backed by a mailbox. `ulysses` is the transport to the other Ulysses ranks."""
+    """The transport of one virtual rank, backed by a mailbox. `ulysses` is the transport to all other Ulysses ranks."""
 
     def __init__(self, rank: int, mailbox: Mailbox, ulysses: _VirtualComm | None = None) -> None:
         self.rank, self.mailbox, self.ulysses = rank, mailbox, ulysses or self

@@ -592,7 +592,8 @@ def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
 
 
 def keep_config(module: Any, name: str | None = None) -> None:
-    """Until `restore`, give a module and its submodules configs that name `name`, or else their previous attention."""
+    """Until `restore`, give a module and its submodules configs with the attention `name` or their previous
+    attention."""
     for inner in module.modules():
         if (config := vars(inner).get("config")) is None:
             continue

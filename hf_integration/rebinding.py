@@ -22,7 +22,8 @@ def rebound(function: Any, names: dict[str, Any], breaks: str) -> Any:
 
     Raises:
         ConfigError: The function does not read one of the names (perhaps in another release of the package), or a
-            decorator does not call the function through a closure. The replacement would have no effect.
+            decorator does not call the function through a closure. In both cases, replacing the globals would have no
+            effect.
     """
     inside, scope, closure = getattr(function, "__wrapped__", None), function.__globals__, function.__closure__
     place = f"{function.__module__}:{function.__qualname__}"

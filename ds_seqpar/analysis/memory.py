@@ -147,7 +147,10 @@ class _Tracker:
         )
 
     def settle(self, result: _Result, slot: int, in_slot: bool = False, extra: int = 0) -> None:
-        """Convert a result to accum_dtype with all rows, in its slot. `in_slot` forces the result into the slot."""
+        """Expand a result to all rows in accum_dtype, and move the result to its slot if it has one.
+
+        `in_slot` forces the result into the slot.
+        """
         if result.settled and (result.in_slot or not in_slot):
             return
         self.make(slot, extra=extra)
@@ -156,10 +159,10 @@ class _Tracker:
     def merging(self, tokens: int, narrow: bool) -> int:
         """Return the temporary bytes needed to merge one result into another.
 
-        Sums need no temporary memory. On CPUs, a softmax needs some bytes per row and, piece by piece, a copy of a
-        narrow result in accum_dtype. On GPUs, Triton's kernel needs no memory. Without Triton, torch's operations need
-        four numbers per row, for at most `accumulate.AT_ONCE` elements at a time, which is 8 MiB in fp32 with a
-        head_dim of 128.
+        Sums need no temporary memory. On CPUs, a softmax needs some bytes per row, and copies a result with a narrower
+        dtype to accum_dtype piece by piece. On GPUs, Triton's kernel needs no memory. Without Triton, torch's
+        operations need four numbers per row, for at most `accumulate.AT_ONCE` elements at a time, which is 8 MiB in
+        fp32 with a head_dim of 128.
         """
         if not self.forward:
             return 0

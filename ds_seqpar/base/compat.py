@@ -80,7 +80,7 @@ def mark(name: str) -> str:
     A missing attribute is meaningful too, so a release that renames the attribute causes no error in this function.
 
     Args:
-        name: "module:attribute", with the module that reads or sets the attribute.
+        name: "module:attribute", for the module that reads or sets the attribute.
     """
     return name.rpartition(":")[2]
 

@@ -1,4 +1,4 @@
-"""Represent values in comparable form, and hash them with a hash that is the same in every process."""
+"""Represent values in comparable form, and compute hashes that are the same in every process."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def define(
 def errors(
     found: list[Tensor], exact: list[Tensor], plain: list[Tensor], dtype: torch.dtype, held: Tensor | None = None
 ) -> list[tuple[float, str]]:
-    """Return the error as a fraction of the allowed error, and a description, for each name in NAMES.
+    """For each name in NAMES, return the error as a fraction of the allowed error, and a description of the error.
 
     The allowed error is twice the error of a plain computation, plus a few rounding errors. Both the maximum error and
     the root mean square are checked. The root mean square reveals small errors that affect all elements.

@@ -1,10 +1,10 @@
 """Checkpoints in host memory. Saved tensors are copied to the host while later layers run, and copied back in backward.
 
-On CUDA, each direction has its own stream. At most `PENDING_COPIES` tensors stay on the device until their copies
-finish, and one tensor is prefetched ahead of the tensor in use. Host memory is pinned and reused in every step. Host
-memory is allocated in pieces, since torch rounds pinned allocations up to powers of two. On CPUs, tensors are copied
-into a similar pool without streams. These copies save no memory, but let tests check that restored tensors equal the
-saved tensors.
+On CUDA, copies in each direction have their own stream. At most `PENDING_COPIES` tensors stay on the device until their
+copies finish, and one tensor is prefetched ahead of the tensor in use. Host memory is pinned and reused in every step.
+Host memory is allocated in pieces, since torch rounds pinned allocations up to powers of two. On CPUs, tensors are
+copied into a similar pool without streams. These copies save no memory, but let tests check that restored tensors equal
+the saved tensors.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ def top_kept(
         scale: Factor applied to a head's scores.
 
     Returns:
-        Indices into this rank's keys, int64 (B, 1, count). The index is n if another rank has the key.
+        Indices into this rank's keys, int64 (B, 1, count). If another rank has the key, the index is n, the number of
+        this rank's keys.
     """
     values, places = q.new_full((len(q), count), -torch.inf), q.new_zeros(len(q), count, dtype=torch.long)
     for row, own in enumerate(counts):

@@ -3,7 +3,8 @@
 Without the division, each rank would encode all images of a whole call. With the division, each rank encodes a
 contiguous share of the images or video frames, and sends the features to the other ranks. The gradients of features are
 summed on the rank that computed the features. A tower's parameters thus get the gradient that the tokens of all ranks
-send to the rank's own images, times the number of ranks. The mean over ranks therefore equals the plain gradient.
+send to the rank's own images, times the number of ranks. The mean over ranks therefore equals the gradient without
+sequence parallelism.
 
 A rank without images still computes the smallest image, since every parameter needs a gradient and ranks must gather
 partitioned parameters together. The features of this extra image are not sent.

@@ -2,7 +2,7 @@
 
 Source: TiledMLP and the tiled loss of ALST (arXiv 2506.13996, section 3.1). DeepSpeed (`sequence_tiled_compute`)
 accumulates the gradients of tiles in `.grad`, in the parameters' dtype, and marks each parameter so that ZeRO
-recognizes the last tile. Here, in contrast, no parameter gets a gradient until all tiles are done.
+recognizes the last tile. In contrast, this module gives no parameter a gradient until all tiles are done.
 `torch.autograd.grad` computes the gradients of a tile without running the hooks of parameters. The gradients are summed
 in fp32 or wider, and returned once, as the gradients of the function. ZeRO and DDP thus get one gradient per parameter
 and backward pass, for any number of tiles.

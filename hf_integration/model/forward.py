@@ -2,10 +2,10 @@
 
 A forward is sharded, whole, a decode step, or local.
 
-- Local forwards compute the unpatched model. Forwards are local inside `whole_sequences`. On a single rank, forwards are
-  also local for batches that do not come from `shard_batches`.
-- Whole forwards shard a whole batch and return whole outputs (see `whole_calls`). A whole forward can use a kv cache that
-  is distributed across ranks (see `generation`).
+- Local forwards compute the unpatched model. Forwards are local inside `whole_sequences`. On a single rank, forwards
+  are also local for batches that do not come from `shard_batches`.
+- Whole forwards shard a whole batch and return whole outputs (see `whole_calls`). A whole forward can use a kv cache
+  that is distributed across ranks (see `generation`).
 - Decode steps have one new token per row. All ranks compute the new token.
 
 Before each forward that is not local, the ranks check once that each rank received its own tokens with global positions

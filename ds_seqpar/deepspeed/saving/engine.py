@@ -75,7 +75,8 @@ class EngineCheckpoints:
             client_state: A dict that `load_checkpoint` returns.
             save_latest: Whether `load_checkpoint` loads this checkpoint by default from then on.
             exclude_frozen_parameters: Whether to exclude frozen parameters.
-            loader: A loader from `sp.loader` whose position to save. The default is the loader of `training_data`.
+            loader: A loader from `sp.loader`, to save the loader's position. The default is the loader of
+                `training_data`.
 
         Returns:
             True.
