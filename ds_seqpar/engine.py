@@ -92,7 +92,7 @@ def initialize(
             pass to `sp.shard_batches`.
 
     Returns:
-        (engine, optimizer, dataloader, scheduler), like deepspeed.initialize. `engine.sequence_parallel` is the
+        (engine, optimizer, dataloader, scheduler), as in deepspeed.initialize. `engine.sequence_parallel` is the
         SequenceParallel in use.
 
     Raises:
@@ -401,8 +401,9 @@ def _check_no_tiles(config: SequenceParallelConfig) -> None:
 def _agree_on_model(
     model: torch.nn.Module, to_make: bool, error: SeqParError | None, compare: Callable[[dist.ProcessGroup], None]
 ) -> None:
-    """Agree on the model's class and on creating a SequenceParallel, and call `compare`, before any rank creates
-    groups.
+    """Agree on the model's class and on creating a SequenceParallel, and call `compare`.
+
+    Ranks must agree before any rank creates groups.
     """
     with explaining_failure("initialize", groups.all_ranks()):  # may create a group
         world = groups.control_world(gloo_meets_hosts)

@@ -56,7 +56,7 @@ class SequenceParallel:
     """Sequence parallelism in groups of `config.size` ranks.
 
     Construct a SequenceParallel on every rank after init_process_group(). `initialize`, `share_sequences` and the
-    Trainer construct one internally. Used as a context manager, a SequenceParallel is closed on exit.
+    Trainer construct a SequenceParallel internally. If used as a context manager, a SequenceParallel is closed on exit.
 
     Args:
         config: The settings. The default is `SequenceParallelConfig()`.
@@ -228,10 +228,10 @@ class SequenceParallel:
             return_lse: Whether to also return the log-sum-exp of the scores.
 
         Returns:
-            The output (batch, local_seq, heads, v_dim), 0 for queries that see no key. With `return_lse`, also the
-            log-sum-exp of each row's scores, including the sink, of shape (batch, local_seq, heads) in fp32 (fp64 for
-            fp64 inputs). The log-sum-exp is not differentiable, so a gradient with respect to the log-sum-exp raises
-            InputError.
+            The output (batch, local_seq, heads, v_dim), which is 0 for queries that see no key. With `return_lse`, also
+            the log-sum-exp of each row's scores, including the sink, of shape (batch, local_seq, heads) in fp32 (fp64
+            for fp64 inputs). The log-sum-exp is not differentiable, so a gradient with respect to the log-sum-exp
+            raises InputError.
 
         Raises:
             InputError, ConfigError, KernelError, DisagreementError: The arguments on one rank are invalid. All ranks
@@ -268,8 +268,8 @@ class SequenceParallel:
         Args:
             q: Queries (batch, local_seq, heads, head_dim).
             latent: The latent (batch, local_seq, width) from which keys and values are expanded.
-            expand: The expansion matrices (heads, width, head_dim + v_dim) of all heads, passed on every rank. Sum the
-                gradient of `expand` over ranks.
+            expand: The expansion matrices (heads, width, head_dim + v_dim) for all heads. Every rank must pass all
+                matrices. Sum the gradient of `expand` over ranks.
             causal: See `attention`, as for the remaining arguments, the result and the errors.
 
         Examples:

@@ -1,4 +1,4 @@
-"""Simulate all ranks of one sequence in a single process, for tests and measurements on one device.
+"""Simulate all ranks that share a sequence in a single process, for tests and measurements on one device.
 
 The walk (the executor of a program), the kernels and the exchange of heads are the same as on real ranks. A mailbox
 replaces the transport. Inputs and outputs are global tensors.

@@ -1,9 +1,9 @@
-"""The context of one forward of a patched model: its mode (local, sharded, whole or decode) and all state shared by its
-parts.
+"""The context of a patched model's forward, with its mode (local, sharded, whole or decode) and all shared state.
 
-The outermost module in a call creates the context. Layers receive the context as the keyword `sequence_parallel`. RoPE,
-norms, MLPs and heads do not get the keyword, so they read the context from a ContextVar. The ContextVar is empty in
-autograd threads, so code that recomputes part of a forward there must first enter the original context.
+The outermost module in a call creates the context. Layers receive the context as the keyword argument
+`sequence_parallel`. RoPE, norms, MLPs and heads do not get the keyword, so they read the context from a ContextVar. The
+ContextVar is empty in autograd threads, so code that recomputes part of a forward in such a thread must first enter the
+original context.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ForwardContext:
     """Context of one forward of a patched model.
 
     Layers must receive the same context object, not a copy. FSDP2 rebuilds dataclass arguments of modules, which would
-    copy the state, so ForwardContext hides that it is a dataclass.
+    copy the state. ForwardContext therefore hides that it is a dataclass.
     """
 
     mode: Mode | None = None  # None until the base model's call sets the mode

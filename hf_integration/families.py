@@ -88,7 +88,7 @@ def _unmet_needs(config: PreTrainedConfig, outside: bool) -> list[str]:
 
 
 def base_of(model: Any) -> Any:
-    """Return the patched module: the base model, or the part of the base model that heads call directly."""
+    """Return the patched module, which is the base model or the part of the base model that heads call directly."""
     own = patch_on(model)
     return model.base_model if own is None or own.base is None else model.get_submodule(own.base)
 

@@ -80,7 +80,7 @@ class GatheredPast:
 
     Args:
         module: The module.
-        piece: The piece of tokens that the module runs on.
+        piece: The piece of tokens on which the module runs.
         gathered: The tensors (B, tokens, ...) gathered from all ranks, by (name, tensor index).
         is_alone: Whether the piece attends only to itself and the gathered tensors.
         kept: The cached tensors from earlier forwards, or None without a cache.
@@ -592,8 +592,7 @@ def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
 
 
 def keep_config(module: Any, name: str | None = None) -> None:
-    """Until `restore`, give a module and its submodules configs with the attention `name` or their previous
-    attention."""
+    """Until `restore`, let configs in a module name the attention `name`, or by default their previous attention."""
     for inner in module.modules():
         if (config := vars(inner).get("config")) is None:
             continue

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) of transformers models: patched layers pass compressed latents to attention.
+"""Latent attention (MLA) in transformers models. Patched layers pass compressed latents to attention.
 
 MLA layers compute keys and values in their `expand_kv(kv_nope, k_rot)` method. The patch replaces `expand_kv` with a
 method that returns the latent and its expansion matrix. The matrix is computed by applying the original method to unit
@@ -35,7 +35,7 @@ def use_latent(module: Any) -> None:
 
 
 def _expand_kv(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values, or a latent (B, s, R) and the matrix (H, R, D + Dv) that expands it in attention."""
+    """Return keys and values, or a latent (B, s, R) and its expansion matrix (H, R, D + Dv)."""
     if torch.compiler.is_compiling() and patched(module).sp.config.latent_attention != "latent":
         return type(module).expand_kv(module, kv_nope, k_rot)  # compiled graphs cannot detect the current forward
     return _latent(module, kv_nope, k_rot)

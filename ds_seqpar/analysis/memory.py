@@ -147,9 +147,9 @@ class _Tracker:
         )
 
     def settle(self, result: _Result, slot: int, in_slot: bool = False, extra: int = 0) -> None:
-        """Expand a result to all rows in accum_dtype, and move the result to its slot if it has one.
+        """Expand a result to all rows in accum_dtype, and move the result to its slot.
 
-        `in_slot` forces the result into the slot.
+        With `in_slot`, the result is moved even if it already has all rows in accum_dtype.
         """
         if result.settled and (result.in_slot or not in_slot):
             return
@@ -383,7 +383,7 @@ def free_head_chunk_counts(q_heads: int, kv_heads: int, ulysses_size: int) -> li
 def fewest_head_chunks(
     recipe: Recipe, ulysses_size: int, local: Shape, mask: Mask, shards: Shards, workspace: str = ""
 ) -> int:
-    """Return the smallest number of head chunks for which attention needs no more memory than its q, k, v and out.
+    """Return the smallest number of head chunks with which attention needs no more memory than q, k, v and out.
 
     All ranks use the first CP rank's program, so that all ranks return the same number.
 

@@ -218,7 +218,7 @@ def nccl_options(max_ctas: int | str) -> Any:
     the end of the product.
 
     Args:
-        max_ctas: Maximum number of thread blocks per operation; "auto" leaves the number to NCCL.
+        max_ctas: Maximum number of thread blocks per operation. With "auto", NCCL chooses the number.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout_of(default_group())  # torch requires the timeouts of group and options to be equal

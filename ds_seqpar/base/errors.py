@@ -12,7 +12,7 @@ MOST_SHOWN = 4  # maximum number of fields, groups of ranks or runs of ranks nam
 
 
 class SeqParError(ValueError):
-    """Base class of all errors that ds_seqpar raises because of user input."""
+    """Base class for all errors that ds_seqpar raises because of user input."""
 
 
 class ConfigError(SeqParError):
@@ -31,11 +31,11 @@ class PlanError(SeqParError):
 
 
 class KernelError(SeqParError):
-    """Raised if no attention kernel can compute the blocks. The message lists the reasons of every kernel."""
+    """Raised if no attention kernel can compute the blocks. The message lists every kernel's reasons."""
 
 
 class DisagreementError(SeqParError):
-    """Raised on all ranks if values that must be equal differ between ranks, or if one rank cannot continue."""
+    """Raised on all ranks if values that must be equal differ between ranks, or if any rank cannot continue."""
 
 
 class CommunicationError(SeqParError, RuntimeError):

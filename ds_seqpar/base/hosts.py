@@ -41,7 +41,7 @@ def this_device() -> torch.device | None:
     The accelerator is the process's current device or, by default, the device with the index `local_rank`.
 
     Raises:
-        ConfigError: The machine has fewer accelerators than ranks, or nothing determines which accelerator to use.
+        ConfigError: The machine has fewer accelerators than ranks, or the accelerator to use cannot be determined.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:

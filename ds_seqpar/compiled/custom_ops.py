@@ -62,7 +62,7 @@ def _settings(
     mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, operator: str, v_dim: int,
     lse: bool, layer: int | None = None,
 ) -> CallSettings:  # fmt: skip
-    """Decode the settings from the numbers that `_forward` passes."""
+    """Decode the settings from the numbers passed by `_forward`."""
     what = Scores(scale, softcap), head_chunks, SavedForBackward(saves), lse, OPERATORS[operator], v_dim, layer
     return CallSettings(object_of(mask), shards_of(shards), *what)
 

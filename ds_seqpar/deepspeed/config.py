@@ -143,7 +143,7 @@ class Half:
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN)
 class Known:
-    """The keys of a DeepSpeed JSON that ds_seqpar reads, in addition to its own section.
+    """The keys of a DeepSpeed JSON that ds_seqpar reads in addition to the "sequence_parallel" section.
 
     None means that a key is missing or is left to a Trainer ("auto").
     """

@@ -37,7 +37,7 @@ LEAST = 64  # minimum number of tokens in a call
 
 
 def kernels(job: Job) -> list[Finding]:
-    """Compare each kernel that the job may use with a computation in fp64, forward and backward."""
+    """Compare each kernel that the job may use with a computation in fp64, in forward and backward."""
     tokens, config = 4 * job.sp.multiple // job.sp.size, job.sp.config
     local = torch.empty(1, tokens, job.heads[0], job.head_dim, dtype=job.dtype, device=job.sp.device)
     keys = 1, tokens, job.heads[1], job.head_dim
@@ -99,7 +99,7 @@ def sums(job: Job) -> list[Finding]:
 
 
 class _Case(NamedTuple):
-    """A mask, both as an argument of `attention` and as explicit visibility."""
+    """A mask, both as an argument for `attention` and as a tensor of visible keys."""
 
     name: str
     mask: Mask

@@ -134,7 +134,7 @@ def _first_of_each(segments: Segments, sequences: int) -> Tensor:
 
 
 class CudaKernel:
-    """Base class of kernels that call a CUDA operator.
+    """Base class for kernels that call a CUDA operator.
 
     Attributes:
         multiples: The number that must divide head_dim, by dtype. Heads are zero-padded, which leaves results
@@ -370,7 +370,7 @@ class Cudnn(CudaKernel):
 
 
 class FlashAttn(CudaKernel):
-    """The kernel of the flash-attn package, version 2.7 or later.
+    """The kernel from the flash-attn package, version 2.7 or later.
 
     Attributes:
         package: (module, distribution, minimum version).

@@ -173,8 +173,8 @@ def delta_rule(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
     readout. Transition and readout are computed in the same call as the output, as additional columns of the values.
 
     Args:
-        function: (q (N, L, heads, K), k, v (N, L, H, V), g, beta, initial state (N, H, K, V) or None) -> (out, final
-            state).
+        function: A function that takes q (N, L, heads, K), k, v (N, L, H, V), g, beta, and an initial state (N, H, K,
+            V) or None, and returns (out, final state).
     """
 
     def rows(tokens: list[Tensor], parameters: list[Tensor], continues: bool) -> Rows:

@@ -237,7 +237,7 @@ def _blocks(
 def _attention(
     hidden: Tensor, scale: float, q: Tensor, rows: Tensor, matrix: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
-    """Compute attention from queries (B, r, H, D) to latents (B, r, n, R), some of which are hidden."""
+    """Compute attention from queries (B, r, H, D) to latents (B, r, n, R), of which some are hidden."""
     of_keys, of_values = matrix.split([q.shape[3], matrix.shape[2] - q.shape[3]], dim=2)
     scores = _scores(hidden, scale, q, rows, of_keys)
     if sinks is not None:

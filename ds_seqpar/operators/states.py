@@ -80,8 +80,8 @@ def entering_states(
         peers: The runtime of the ranks that share the runs.
         segments: The runs of all ranks.
         reach: Maximum number of previous runs on which a run depends.
-        states: S' of each of this rank's runs (B, runs, ..., K, V).
-        maps: M of each of this rank's runs (B, runs, ..., K, K), or (B, runs, ..., 1, 1) for scalars.
+        states: S' for each of this rank's runs (B, runs, ..., K, V).
+        maps: M for each of this rank's runs (B, runs, ..., K, K), or (B, runs, ..., 1, 1) for scalars.
         reverse: Whether states are passed from the last run to the first.
 
     Returns:
@@ -142,7 +142,7 @@ class _Messages:
 
     Attributes:
         code: The work queued on a device, for the watchdog. Empty if hosts wait.
-        batches: The communication handles of each wait in `code`.
+        batches: The communication handles for each wait in `code`.
     """
 
     def __init__(self, peers: Runtime, direction: str, device: torch.device) -> None:

@@ -37,7 +37,7 @@ RULES: dict[str, Rule] = {}  # rules by operator name; filled by rules.py
 
 
 class WholeTensor(Tensor):
-    """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank stores a shard."""
+    """A tensor of shape (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank stores a shard."""
 
     shard: Tensor  # (1 or rows, local tokens, ...), without autograd
     shard_spec: ShardSpec  # the assignment of tokens to ranks
@@ -69,7 +69,7 @@ class WholeTensor(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's differentiable shard, (rows, local tokens, ...), or (1, local tokens, ...) if rows are
+        """This rank's differentiable shard (rows, local tokens, ...), or (1, local tokens, ...) if rows are
         concatenated.
 
         To train on the shards, compute a loss from `local` on every rank, and add up the losses with

@@ -127,7 +127,7 @@ def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool =
     Args:
         job: The job to check.
         content: The DeepSpeed JSON.
-        shared: Whether groups share sequences; otherwise each rank computes the sequences of all groups.
+        shared: Whether groups share sequences. If not, each rank computes the sequences of all groups.
         noise: Whether to add noise to the embeddings, as large as the rounding error of their dtype.
     """
     model, sp = unwrapped(job.model), job.sp

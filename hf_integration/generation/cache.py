@@ -97,7 +97,7 @@ class KeptTokens:
             missing. None if no column has padding.
         inner: The number of padding columns between each row's tokens. Empty until counted.
         turn: The number of decoded tokens so far. Ranks take turns storing decoded tokens.
-        order: A hash of all reorderings and selections of rows so far.
+        order: A hash of all row reorderings and selections so far.
         running: Whether a forward has begun and not yet ended.
     """
 
@@ -143,7 +143,7 @@ class Held:
         """Store new tokens, and drop the tokens before each row's position given by `lowest`.
 
         Args:
-            k: (rows, new tokens, kv_heads, head_dim), real tokens first in each row.
+            k: The keys (rows, new tokens, kv_heads, head_dim), with real tokens first in each row.
             v: The new tokens' values.
             before: The record of tokens stored before the call.
             after: The record of tokens stored after the call.

@@ -52,16 +52,16 @@ class CachedForward:
 
     Attributes:
         cache: The cache.
-        kept: The tokens stored before this forward; updated by `end`.
+        kept: The record of tokens stored before this forward, updated by `end`.
         count: The number of rows.
         columns: The number of tokens of a row, including padding.
-        positions: The whole position_ids, (rows, `tokens`) int64 or (axes, rows, `tokens`).
+        positions: The position_ids for all ranks' tokens, int64, of shape (rows, `tokens`) or (axes, rows, `tokens`).
         new: The number of real new tokens in each row of `rows`.
         real: (rows, columns) bool, on the CPU: whether each token so far is real. Trailing columns without padding may
             be missing. None if no column has padding.
         places: (rows, columns) int64: the index of each token among the row's real tokens, or -1 for padding. None
             without padding.
-        rows: The tokens stored after this forward; set by `begin`.
+        rows: The record of tokens stored after this forward, set by `begin`.
         shards: Each SP rank's runs of a row's computed tokens; () in a decode step.
         layout: The layout of the new tokens, or None if tokens are divided equally among ranks.
     """

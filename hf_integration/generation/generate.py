@@ -64,7 +64,7 @@ def _sharing(model: Any) -> SequenceParallel | None:
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate with all ranks that share the sequence, like `generate` of the model's class.
+    """Generate with all ranks that share the sequence, like the `generate` method of the model's class.
 
     The call is collective across the ranks that share the sequence, or across all ranks if parameters are partitioned
     (ZeRO-3, FSDP). Inside `whole_sequences` each rank generates alone.

@@ -183,7 +183,7 @@ class Seen:
         return next(x for x in self.events[base, 0, True] if x.dim() == 3)
 
     def result(self, base: str) -> list[Tensor]:
-        """Return all tensors that affect a rank's results: the outputs and the inputs of attention."""
+        """Return all tensors that affect a rank's results: the model's outputs and the inputs of attention."""
         attention = [x for one in self.calls for x in one.inputs()]
         return [self.states(base), *(x for x in tensors_in(self.output) if x.dim() == 3), *attention]
 
@@ -343,7 +343,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 class _NotUnderstoodError(ConfigError):
-    """The error for a module that mixes tokens in an unknown way."""
+    """Raised for a module that mixes tokens in an unknown way."""
 
     module, indexed = "", False
 
@@ -623,7 +623,7 @@ def _visible(mask: Tensor | None, queries: int, keys: int) -> Tensor:
 
 
 def _forwards(watch: Watch, ids: Tensor) -> Iterator[Seen]:
-    """Yield several forwards with different random numbers, or only one if the model is deterministic."""
+    """Yield several forwards with different random numbers, or only one forward if the model is deterministic."""
     before = _numbers_to_come()
     yield watch(ids)
     for _ in range(REPEATED if _numbers_to_come() != before else 0):

@@ -118,7 +118,7 @@ def compared(
     unpatch: Callable[[Any], object],
     batches: Callable[[Any, SequenceParallel], dict[str, Batch]] | None = None,
 ) -> Comparison:
-    """Return how patching a small copy of a model changes its results.
+    """Return the changes to a small copy's results that patching causes.
 
     Args:
         model: See `prove`.

@@ -266,7 +266,7 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def tile_count(total: int, tile_size: int) -> int:
-    """Return how many tiles of at most `tile_size` are needed to cover `total`, at least 1."""
+    """Return the number of tiles of at most `tile_size` needed to cover `total`, which is at least 1."""
     return max(1, -(-total // tile_size))
 
 

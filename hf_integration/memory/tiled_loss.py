@@ -138,7 +138,7 @@ def without_tokens(output: Any, outputs: list[Any]) -> Any:
 def _sum_of_tiles(
     model: Any, inputs: dict[str, Any], output_type: type, head: Callable[..., Tensor], x: Tensor, sums: GradientSums
 ) -> Tensor:
-    """Compute the loss of tokens from x (B, s, d), the base model's last hidden state.
+    """Compute the token losses from x (B, s, d), the base model's last hidden state.
 
     Args:
         output_type: The type of the base model's output.

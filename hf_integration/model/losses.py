@@ -77,7 +77,7 @@ class TriedLoss(NamedTuple):
 
         Args:
             loss: The loss that the forward returned.
-            expected: The sum of token losses over num_items_in_batch.
+            expected: The sum of token losses, divided by num_items_in_batch.
             tokens: The number of summed token losses.
         """
         value = float(loss.detach())
@@ -154,7 +154,7 @@ def tried_loss(
         tiles: Each tile's sum of token losses, if the loss is tiled and there are no logits.
 
     Returns:
-        The comparison, or None if there are neither logits nor a tiled loss, or no loss to compare.
+        The comparison, or None if there is no loss to compare, or neither logits nor a tiled loss.
     """
     fields = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
     loss, logits, experts = (fields.get(name) for name in ("loss", "logits", "aux_loss"))

@@ -343,7 +343,7 @@ def _attention(
     """Implement transformers' attention interface with sequence parallel attention.
 
     The query has shape (B, H, S, D), the key and value have shape (B, Hkv, S, D), and the output has shape (B, S, H,
-    D). A key and value with three dims are a latent and its expansion matrix (`latent`).
+    D). If key and value have three dims, they are a latent and its expansion matrix (see `latent`).
     """
     context: ForwardContext | None = kwargs.pop(KEYWORD, None)
     if context is None and not torch.compiler.is_compiling():

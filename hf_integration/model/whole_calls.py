@@ -294,7 +294,7 @@ def _whole(sp: SequenceParallel, context: ForwardContext, labeled: bool, shifted
 
     Args:
         labeled: Whether the output has a loss.
-        shifted: Whether per-token outputs lack a number for the last token.
+        shifted: Whether per-token outputs have no number for the last token.
         name: The name of the output.
         x: This rank's shard of the output.
     """

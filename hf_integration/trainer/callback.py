@@ -72,7 +72,7 @@ class FlopCounter:
 
 
 def _dims(module: Any) -> int:
-    """Return the head_dim of keys plus the head_dim of values, which differ in latent attention."""
+    """Return the sum of the head_dims of keys and values, which differ in latent attention."""
     return module.qk_head_dim + module.v_head_dim if hasattr(module, "qk_head_dim") else 2 * module.head_dim
 
 
@@ -91,10 +91,10 @@ def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
 class SequenceParallelCallback(TrainerCallback):
     """A callback that adds metrics to every training log.
 
-    - `tokens_per_second`: tokens of all ranks per second, without padding.
-    - `memory_gib`: the maximum over ranks of peak memory, allocated on the device or resident on a CPU.
-    - `mfu`: model flops over the peak of all ranks, from 0 to 1, if the device's peak is known.
-    - In the first log only, the shape: `sp_size`, `sp_ulysses`, `sp_inner` (the CP size), `data_groups`.
+    - `tokens_per_second`: the number of tokens per second on all ranks, excluding padding. - `memory_gib`: the maximum
+    over ranks of peak memory, allocated on the device or resident on a CPU. - `mfu`: model flops over the peak of all
+    ranks, from 0 to 1, if the device's peak is known. - In the first log only, the shape: `sp_size`, `sp_ulysses`,
+    `sp_inner` (the CP size), `data_groups`.
 
     The measured time includes training steps and data loading, but not evaluation or saving. The metrics are printed,
     reported, and passed to `on_log` of later callbacks, but not written to `trainer_state.json`.
@@ -177,7 +177,7 @@ def shape(sp: SequenceParallel) -> dict[str, int]:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return this rank's peak memory so far in GiB: allocated on the GPU, or resident in a CPU process."""
+    """Return this rank's peak memory so far in GiB, either allocated on the GPU or resident in a CPU process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux

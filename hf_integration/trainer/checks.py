@@ -1,6 +1,6 @@
 """Check a Trainer's setup before training, and reject settings that would change results.
 
-The label shift and the divisor of the loss must be global (docs/how_it_works.md). Many steps that the Trainer performs
+Labels must be shifted, and losses divided, globally (see docs/how_it_works.md). Many steps that the Trainer performs
 once per rank must happen once per group of ranks that share a sequence. Settings that only support counting by rank
 raise an error. Errors that are the same on every rank are raised immediately. Errors that may occur on a single rank,
 for example in its data, are returned, and all ranks then raise them together, so that no rank waits for another.
@@ -97,7 +97,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def _refuse_all(unmet: list[tuple[str, str]]) -> None:
-    """Raise one ConfigError for all (needed, given) pairs."""
+    """Raise a single ConfigError for all (needed, given) pairs."""
     if unmet:
         needed, got = zip(*unmet, strict=True)
         raise ConfigError(f"sequence parallel training needs {', and '.join(needed)}; got {', '.join(got)}")
@@ -190,7 +190,7 @@ def has_custom_loss(trainer: Any) -> bool:
 
 
 def changes_loss(trainer: Any, but: Collection[str] = ()) -> bool:
-    """Return whether the Trainer uses a different loss than the model's.
+    """Return whether the Trainer uses a loss other than the model's own loss.
 
     Possible causes are label smoothing, a compute_loss_func, a user-defined compute_loss, or a trl trainer that trains
     on preferences or rollouts.
@@ -262,7 +262,7 @@ def columns_error(trainer: Any) -> ConfigError | None:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedCollator:
-    """A loader's collate_fn that reports errors in examples when their batch is made.
+    """A collate_fn for a loader that reports errors in examples when their batch is made.
 
     Examples are not tested earlier, since data sets and collators may have state, and testing would change losses.
     """

@@ -1,4 +1,4 @@
-"""Select the checkpoint from which a Trainer resumes, which must be complete and the same on every rank."""
+"""Select the checkpoint from which a Trainer resumes. The checkpoint must be complete and the same on every rank."""
 
 from __future__ import annotations
 

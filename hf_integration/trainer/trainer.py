@@ -56,7 +56,7 @@ from .vllm import ServerOfGroups
 
 
 class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
-    """Mixin that makes a `Trainer` or a subclass share every sequence among a group of ranks.
+    """Mixin with which a `Trainer` or a subclass shares every sequence among a group of ranks.
 
     List the mixin before `Trainer` in the bases of a class. The shape comes from the `"sequence_parallel"` section of
     the DeepSpeed JSON. `per_device_train_batch_size` and `per_device_eval_batch_size` are the numbers of sequences per
@@ -68,7 +68,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
 
     Args:
         *args: Passed to the Trainer.
-        gather_logits: Whether `compute_metrics` and `predict` get the logits of whole sequences, on every rank. With
+        gather_logits: Whether `compute_metrics` and `predict` get the logits for whole sequences on every rank. With
             `False`, neither gets logits, which saves memory. A `preprocess_logits_for_metrics` function such as an
             argmax, which receives the logits in parts, also saves memory.
         check_loss: Whether to check in the first forward that the model's own loss is the sum of token losses on

@@ -26,7 +26,7 @@ NEW_LOCK = 2.0  # seconds; the owner of a newer lock file may not have opened it
 
 
 def _use_environment() -> None:
-    """Make torch compile ops into the Python environment's folder if the folder is writable.
+    """Make torch store compiled ops in the Python environment's folder if the folder is writable.
 
     torch's default folder is in the user's home directory, where other environments would overwrite the compiled ops.
     """
