@@ -601,8 +601,8 @@ class SequenceParallel:
         Raises:
             InputError, DisagreementError: A loss is not a floating-point tensor with one element, or ranks pass
                 different numbers of losses. Raised on all ranks.
-            ConfigError: Since the last call of `shard_batches`, the model has not called this SequenceParallel's
-                attention, or a custom model has not read position_ids. Raised on all ranks.
+            ConfigError: Since batches were sharded, the model has not called this SequenceParallel's attention, or a
+                custom model has not read position_ids. Raised on all ranks.
         """
         groups = self.groups
         self.checker.flush()  # first, since reading a loss waits for the device

@@ -43,7 +43,7 @@ NEFTUNE = mark("transformers.integrations.neftune:neftune_noise_alpha")
 set_output_recorders = private(
     "transformers.monkey_patching:patch_output_recorders", "a small copy of a model whose classes are patched"
 )
-# set on FSDP1's flat parameters and their views
+# set on FSDP1's flat parameters and their parts
 FLATTENED = mark("torch.distributed.fsdp._common_utils:_fsdp_flattened")
 # each model file's "eager" attention function; without it, local forwards would raise KeyError
 EAGER = mark("transformers.models.llama.modeling_llama:eager_attention_forward")

@@ -121,8 +121,8 @@ BALANCE = ("router_aux_loss_coef", "aux_loss_coef")  # attributes that store the
 class Name(str):
     """The name of our attention in a config. Copying or pickling a `Name` yields the replaced name instead.
 
-    transformers searches attention names for "flash" to choose masks for flash attention. In a `Name`, transformers
-    finds "flash" if the attention for local forwards is flash attention.
+    transformers searches attention names for "flash" to choose masks for flash attention. In this search, a `Name` acts
+    like the name of the attention for local forwards.
     """
 
     replaced: str

@@ -84,7 +84,7 @@ class GatheredPast:
         gathered: The tensors (B, tokens, ...) gathered from all ranks, by (name, tensor index).
         is_alone: Whether the piece attends only to itself and the gathered tensors.
         kept: The cached tensors from earlier forwards, or None without a cache.
-        stores: Whether to store new tensors, as in a decode step, which gathers nothing.
+        stores: Whether to store new tensors, as in a decode step, in which no tensors are gathered.
 
     Attributes:
         taken: The piece's own tensors, keyed like `gathered`, in the order of the module's calls.

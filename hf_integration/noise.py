@@ -57,7 +57,7 @@ def own_stream(sp: SequenceParallel) -> OwnStream:
 
 
 def drawn_since(sp: SequenceParallel, states: list[Tensor]) -> dict[str, str]:
-    """Return a hash of the random states for comparison between ranks, or {} if the states still equal `states`."""
+    """Return a hash of `states` for comparison between ranks, or {} if no random numbers were drawn since then."""
     drawn = not all(map(torch.equal, states, torch_states(sp.device)))
     return {RANDOM: str(seed_of(states))} if drawn else {}
 

@@ -142,7 +142,7 @@ class Call:
     keywords: dict[str, Any]
 
     def inputs(self) -> list[Tensor]:
-        """Return the attention inputs for each token, which are query, key, value and settings."""
+        """Return the attention inputs for each token, which are the query, key, value and settings."""
         settings = [self.keywords.get(name) for name in ("scaling", "softcap", "s_aux")]
         tokens = self.q.shape[2]
         each = [torch.as_tensor(x).float().flatten().expand(tokens, -1) for x in settings if x is not None]

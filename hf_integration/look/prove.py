@@ -290,7 +290,7 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
         for index, each in enumerate(zip(*outputs, strict=True))
     }
     spec = getattr(outputs[0][0], "shard_spec", None) if outputs[0] else None
-    # without a loss, the loss is our own sum, whose terms may cancel out
+    # if the model returns no loss, `loss` is our own sum, whose terms may cancel out
     of_head = {LOSS: loss.detach()} if has_loss else {}
     return _Outcome({**of_head, **whole, **values}, layers, spec, by_row)
 

@@ -44,7 +44,7 @@ WHOLE_NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_a
 
 
 def numbers_of(place: str) -> Model:
-    """Return the sizes of the model in `place`, which is a folder with a config.json or the path of the file.
+    """Return the sizes of the model in `place`, which is a config.json file or a folder that contains one.
 
     Raises ConfigError for any other path, or if transformers cannot make a model from the config.
     """

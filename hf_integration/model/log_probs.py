@@ -100,7 +100,7 @@ def _patched(sp: SequenceParallel, model: nn.Module) -> tuple[Any, Patch]:
 
 
 def _labels_of(input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Return labels for all tokens except padding and tokens that directly follow padding."""
+    """Return labels for all real tokens that directly follow a real token."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise InputError(f"log_probs needs input_ids (rows, tokens); got {describe(input_ids)}, give such")
     labels = input_ids.long()

@@ -123,7 +123,7 @@ def check_loss(
         output: The forward's output.
         share: See `tried_loss`.
         tiles: See `tried_loss`.
-        option_of: See `loss_function_error` for whole batches. None if the batch was passed sharded.
+        option_of: For a whole batch, see `loss_function_error`. None if the batch was passed sharded.
         error: An earlier error on this rank, or None.
 
     Returns:

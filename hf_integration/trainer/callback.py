@@ -91,10 +91,10 @@ def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
 class SequenceParallelCallback(TrainerCallback):
     """A callback that adds metrics to every training log.
 
-    - `tokens_per_second`: the number of tokens per second on all ranks, excluding padding. - `memory_gib`: the maximum
-    over ranks of peak memory, allocated on the device or resident on a CPU. - `mfu`: model flops over the peak of all
-    ranks, from 0 to 1, if the device's peak is known. - In the first log only, the shape: `sp_size`, `sp_ulysses`,
-    `sp_inner` (the CP size), `data_groups`.
+    - `tokens_per_second`: the number of tokens per second on all ranks, excluding padding.
+    - `memory_gib`: the maximum peak memory over all ranks, allocated on the device or resident on a CPU.
+    - `mfu`: model flops divided by the peak flops of all ranks, from 0 to 1, if the device's peak is known.
+    - In the first log only, the shape: `sp_size`, `sp_ulysses`, `sp_inner` (the CP size), `data_groups`.
 
     The measured time includes training steps and data loading, but not evaluation or saving. The metrics are printed,
     reported, and passed to `on_log` of later callbacks, but not written to `trainer_state.json`.

@@ -59,7 +59,7 @@ def packing(model: nn.Module) -> Packing:
 def positions_of(model: PreTrainedModel, document: Mapping[str, Any]) -> Tensor:
     """Return the positions of a document's tokens within a pack, int64 (axes, 1, tokens).
 
-    The first axis counts the document's tokens, which marks the start of each document. The result has further axes if
+    The first axis counts the document's tokens, so that each document starts at 0. The result has further axes if
     the model assigns positions on several axes.
 
     Args:

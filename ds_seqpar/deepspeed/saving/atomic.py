@@ -173,8 +173,8 @@ def _write_at_once(path: Path, text: str) -> None:
 def _why_nothing_can_be_written(folder: Path) -> str:
     """Return the reason why files cannot be written to a folder, such as "No space left on device", or "" if they can.
 
-    torch, safetensors and numpy hide the reason. On a full disk, they report an unexpected position or a failed stream.
-    Partially written files still occupy the disk, so a test write fails for the same reason.
+    torch, safetensors and numpy hide the reason. On a full disk, these libraries report an unexpected position or a
+    failed stream. Partially written files still occupy the disk, so a test write fails for the same reason.
     """
     if folder.is_dir():
         try:
