@@ -304,8 +304,8 @@ class SequenceParallel:
         """Compute `attention` for a caller whose ranks have already agreed on the inputs, such as a patched model.
 
         Args:
-            k: Keys, as in `attention`. For another `options.operator`, the operator's second tensor.
-            v: Values, as in `attention`. For another `options.operator`, the operator's third tensor.
+            k: Keys as in `attention`, or the second tensor of another `options.operator`.
+            v: Values as in `attention`, or the third tensor of another `options.operator`.
             parts: Number of head chunks that the caller computes one by one. Each call passes the tensors of one chunk.
 
         Returns:

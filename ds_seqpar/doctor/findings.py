@@ -59,7 +59,7 @@ class Finding:
     Attributes:
         check: The name of the check, in a few words.
         status: Whether the check passed, failed or was not tried.
-        detail: Figures if the check passed. Otherwise, the problem or the reason for skipping the check.
+        detail: Figures if the check passed, otherwise the problem or the reason for skipping the check.
         advice: The remedy if the check failed.
         seconds: The duration of the function that ran the check, set only on the function's first finding.
     """

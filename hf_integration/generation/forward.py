@@ -55,7 +55,7 @@ class CachedForward:
         kept: The record of tokens stored before this forward, updated by `end`.
         count: The number of rows.
         columns: The number of tokens of a row, including padding.
-        positions: The position_ids for all ranks' tokens, int64, of shape (rows, `tokens`) or (axes, rows, `tokens`).
+        positions: The position_ids for all ranks' tokens: int64 (rows, `tokens`) or (axes, rows, `tokens`).
         new: The number of real new tokens in each row of `rows`.
         real: (rows, columns) bool, on the CPU: whether each token so far is real. Trailing columns without padding may
             be missing. None if no column has padding.

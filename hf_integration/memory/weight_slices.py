@@ -169,7 +169,7 @@ def _concatenated(projections: list[Callable[[Tensor], Tensor]], x: Tensor) -> T
 
 
 class _Linear:
-    """A linear layer without bias. Its `weight` attribute is read by peft's forward."""
+    """A linear layer without bias. The `weight` attribute exists for peft's forward."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
