@@ -1,12 +1,13 @@
-"""Towers whose images are divided among the ranks that share a sequence: each rank encodes only its own images.
+"""Divide the images in towers among the ranks that share a sequence.
 
-Without the division, each rank would encode all images of a whole call. With the division, each rank encodes
-neighboring images, or frames of videos, and sends the features to the other ranks. The gradients of features are summed
-back to the rank that made the features. A tower's parameters thus get the gradient of the rank's own images from the
-tokens of all ranks, times the number of ranks. The mean over ranks therefore equals the plain gradient.
+Without the division, each rank would encode all images of a whole call. With the division, each rank encodes a
+contiguous share of the images or video frames, and sends the features to the other ranks. The gradients of features are
+summed on the rank that computed the features. A tower's parameters thus get the gradient that the tokens of all ranks
+send to the rank's own images, times the number of ranks. The mean over ranks therefore equals the gradient without
+sequence parallelism.
 
 A rank without images still computes the smallest image, since every parameter needs a gradient and ranks must gather
-partitioned parameters together. The features of that image are not sent.
+partitioned parameters together. The features of this extra image are not sent.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Cuts = dict[str, Cut]
 
 
 class Replaced(NamedTuple):
-    """A method that is replaced until `remove`."""
+    """A method that is replaced until `remove` is called."""
 
     owner: nn.Module
     name: str
@@ -55,7 +56,7 @@ class Replaced(NamedTuple):
 
 
 def owner_of(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the innermost module with a method of the given name and named inputs, or None if there is none."""
+    """Return the innermost module that has a method with the given name and named inputs, or None if there is none."""
     found = [module for module in model.modules() if hasattr(module, name)]
     return next((x for x in reversed(found) if "args" not in _names(x, name)), None)
 
@@ -65,8 +66,9 @@ def _names(owner: nn.Module, name: str) -> list[str]:
 
 
 def cuts_for(model: PreTrainedModel, sp: SequenceParallel) -> Cuts:
-    """Return how a model's feature methods are divided among ranks, by method name. The call is collective over the
-    ranks of `sp`.
+    """Return the division of each feature method of a model, by method name.
+
+    The call is collective across the ranks of `sp`.
 
     Args:
         model: An unwrapped transformers model. The model's tensors are not read.
@@ -94,17 +96,17 @@ def cuts_for(model: PreTrainedModel, sp: SequenceParallel) -> Cuts:
 
 
 def divide(model: PreTrainedModel, sp: SequenceParallel, cuts: Mapping[str, Cut]) -> list[Any]:
-    """Divide the images of a model's whole calls among the ranks of a sequence.
+    """Divide the images of a model's whole calls among the ranks that share a sequence.
 
     All ranks call the towers together if necessary, for example if the towers are partitioned.
 
     Args:
         model: An unwrapped transformers model, or its small copy.
         sp: The SequenceParallel whose ranks share sequences.
-        cuts: From `cuts_for`.
+        cuts: The result of `cuts_for`.
 
     Returns:
-        Handles whose `remove` undoes the division.
+        Handles whose `remove` method undoes the division.
     """
     found = {name: owner for name in METHODS if sp.size > 1 and (owner := owner_of(model, name)) is not None}
     of_owners = {owner: tuple(name for name, x in found.items() if x is owner) for owner in found.values()}
@@ -116,7 +118,7 @@ def divide(model: PreTrainedModel, sp: SequenceParallel, cuts: Mapping[str, Cut]
 
 
 def _replace(owner: nn.Module, name: str, instead: Callable[..., Any]) -> Replaced:
-    """Replace a module's method by `instead(arguments by name, the method)`.
+    """Replace a module's method with `instead(arguments by name, the method)`.
 
     Copies of the module keep the replacement.
     """
@@ -142,7 +144,7 @@ def _features(sp: SequenceParallel, cut: Cut, arguments: dict[str, Any], method:
     try:
         with entered(LOCAL):
             result = method(**(pictures.smallest() if is_idle else pictures.part(begin, end)))
-    except Exception as reason:  # reported to the other ranks, which wait for features
+    except Exception as reason:  # reported to the other ranks, which are waiting for features
         error = as_seqpar_error("making features of pictures failed", reason)
     finally:
         context.state.shared = stream.end()
@@ -156,8 +158,9 @@ def _features(sp: SequenceParallel, cut: Cut, arguments: dict[str, Any], method:
 
 
 def _gathered(sp: SequenceParallel, own: dict[str, Any], has_share: bool) -> list[Any]:
-    """Return the fields of each rank's features, by rank, or None for a rank without a share. The call is collective
-    over the ranks of `sp`.
+    """Return the fields of each rank's features, or None for ranks without a share.
+
+    The call is collective across the ranks of `sp`.
     """
     told = tree_map(lambda x: x.detach().to("meta"), own) if has_share else None
     by_rank = [told for _, told in all_gather_objects(sp.groups.control, (FEATURES, told))]
@@ -173,7 +176,7 @@ def _gathered(sp: SequenceParallel, own: dict[str, Any], has_share: bool) -> lis
 
 
 class _Gathered(Function):
-    """Gather the elements of all ranks. Each rank sends either all of its elements or none."""
+    """Gather the elements of all ranks. Each rank sends either all or none of its elements."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, sizes: list[int], sp: SequenceParallel) -> Tensor:
@@ -194,7 +197,7 @@ class _Gathered(Function):
 
 
 def _exchanged(sp: SequenceParallel, own: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-    """Exchange the given numbers of elements with each rank, and return the received elements."""
+    """Exchange the given numbers of elements with every rank, and return the received elements."""
     received = own.new_empty(sum(receives))
     sp.comm.exchange_with_all(f"the exchange of {FEATURES}", KIND, own, received, (tuple(sends), tuple(receives)))
     return received
@@ -204,11 +207,11 @@ def _exchanged(sp: SequenceParallel, own: Tensor, sends: list[int], receives: li
 
 
 def cuts_of(small: PreTrainedModel, batch: Mapping[str, Any]) -> Cuts:
-    """Return how the feature methods of a small copy can be divided, by method name.
+    """Return the possible division of each feature method of a small copy, by method name.
 
     Args:
         small: The copy.
-        batch: Inputs with three images or sounds, from `media_batch`.
+        batch: Inputs from `media_batch` with three images or audio inputs.
     """
     given: dict[str, dict[str, Any]] = {}
 
@@ -231,9 +234,9 @@ def cuts_of(small: PreTrainedModel, batch: Mapping[str, Any]) -> Cuts:
 
 
 def _films(cut: Cut, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments for two videos, of two frames and of one frame, made from the arguments for images."""
+    """Convert arguments for images into arguments for two videos, which have two frames and one frame."""
     pictures = Pictures(arguments, cut)
     one, films = pictures.part(0, 1), pictures.part(0, 2)
     frame, grid = one[pictures.values], films[cut.grid].clone()
-    grid[:1, :-2] = 2  # a grid without frames stays unchanged, and supports no videos
+    grid[:1, :-2] = 2  # a grid without a frame dimension stays unchanged and does not support videos
     return films | {pictures.values: torch.cat([frame.flip(-2), films[pictures.values]], cut.dim), cut.grid: grid}
