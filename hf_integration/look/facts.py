@@ -108,8 +108,8 @@ def with_class(name: str, module: nn.Module) -> str:
 LENGTHS: dict[str, Literal["window", "chunk"]] = {"sliding_window": "window", "attention_chunk_size": "chunk"}
 WINDOWS_BY_KIND = (("sliding_attention", "sliding_window"),)
 WINDOW_EVERYWHERE = (("", "sliding_window"),)
-# model_type -> facts. tests/hf/test_families.py compares logits, losses and gradients with the unpatched model's, and
-# tests/hf/test_look.py what a look finds
+# model_type -> facts. tests/hf/test_conformance.py compares logits, losses and gradients with the unpatched model's,
+# and tests/hf/test_look.py what a look finds
 TESTED = {
     **dict.fromkeys(("glm4", "granite", "llama"), Facts()),
     **dict.fromkeys(("mistral", "phi3"), Facts(masks=WINDOW_EVERYWHERE)),
