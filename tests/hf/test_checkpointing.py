@@ -86,7 +86,7 @@ def test_attention_runs_once_and_sends_once_unless_it_is_to_run_again(ranks, sec
         assert gap(mine, gradients) <= (1e-6 if section else 0), (again, name)
         if name != "selective" and not again:
             assert also == arrived, name
-        if twice and ranks == 4:  # a pack on two ranks may need no other's keys
+        if twice and ranks == 4 and "schedule" not in section:  # some ranks may need no other's keys
             assert sum(also.values()) > sum(arrived.values())
 
 

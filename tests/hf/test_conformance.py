@@ -33,6 +33,7 @@ SECTIONS = {
     "mesh": {"size": 4, "ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2]},
 }
 TILES = {"mlp_tiles": 5, "loss_tiles": 3}
+TWO_TILES = {"mlp_tiles": 2, "loss_tiles": 3}
 AUTO = {"mlp_tiles": "auto", "loss_tiles": "auto"}
 CHUNKS = {"head_chunks": 2}
 AWAY, AGAIN = {"offload_checkpoints": True}, {"recompute_attention": True}
@@ -315,7 +316,7 @@ def of_calls(name, kinds):
         yield f"checkpoints {kind}", Case(EXACT, section, batch, ["preference"], prepared=checkpointed_in_fp64)
         yield f"a fused head {kind}", Case(with_fused_head, section, batch, ["a fused head"], limit=1e-6)
         yield f"adapters {kind}", Case(of(adapted, EXACT, "q_proj", "v_proj"), section, batch, ["its loss"])
-        yield f"tiles {kind}", Case(EXACT, section | {"mlp_tiles": 2, "loss_tiles": 3}, batch, ["its loss"])
+        yield f"tiles {kind}", Case(EXACT, section | TWO_TILES, batch, ["its loss"], limit=1e-6)
 
 
 # those of each function that transformers' files call for a state, and a convolution alone
@@ -392,6 +393,7 @@ IN_TWO = {  # on 2 ranks
         f"weights of {wrapper}": Case(small, {}, unequal, prepared=seeded_by_rank, wrapper=wrapper)
         for wrapper in ("ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "DDP")
     },
+    "compiled layers": Case(small, {}, unequal, ["preference and more"], wrapper="compiled layers"),
     # kernels-community#1081: "marked as ready twice"
     "tied embeddings in tiles, DDP": Case(TRAINED["tied"], TILES, unequal, wrapper="DDP", steps=2),
 }
