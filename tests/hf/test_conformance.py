@@ -399,7 +399,7 @@ IN_TWO = {  # on 2 ranks
 }
 COMPILED = {
     **{name: Case(of(tiny, name), {}, wrapper="compiled layers") for name in ("qwen3_next", "falcon_h1")},
-    "latents": Case(of(tiny, "minicpm3"), NEVER, "odd", wrapper="compiled"),
+    "latents": Case(of(tiny, "minicpm3"), NEVER, unequal, wrapper="compiled"),
     "latents under ZeRO-3": Case(
         of(tiny, "minicpm3"), NEVER | {"latent_attention": "latent"}, unequal, wrapper="ZeRO-3"
     ),

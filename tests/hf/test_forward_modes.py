@@ -579,12 +579,18 @@ def whole_sequences_around_backward(run, by_error):
         run.keep(run.t.forward(LOCAL), run.t.forward(LOCAL))  # the inner one of the first has ended
 
 
+@event()
+def shared_forwards_in_whole_sequences_of_another_model(run):
+    with whole_sequences(run.other.model):
+        run.keep(run.t.forward(SHARDED), run.t.forward(WHOLE))
+
+
 # --- forwards inside others
 
 
 @event(*((*pair, where) for pair in itertools.permutations((*MODES, CACHED), 2) for where in ("another", "the same")))
 def forward_inside(run, outer, inner, where):
-    """Of another model, or of the same: in attention's pre-hook."""
+    """Of another model, or of the same: before attention, or between attention's dropout and the MLP's."""
     if (outer, where) == (LOCAL, "the same"):  # in whose whole_sequences all are local
         return
     run.backward()
@@ -595,7 +601,8 @@ def forward_inside(run, outer, inner, where):
         with other.evaluating() if isinstance(other, Noisy) else contextlib.nullcontext():
             run.keep(other.forward(inner, how), of=other)
 
-    handle = on(stack(t.model).layers[0].self_attn, call)
+    layer = stack(t.model).layers[0]
+    handle = on(layer.mlp if isinstance(t, Noisy) else layer.self_attn, call)
     run.keep(t.forward(outer))
     if t.checkpoints is not None:
         run.backward()  # which calls it again

@@ -21,7 +21,7 @@ from ds_seqpar.data.batches import counted_labels
 from ds_seqpar.whole import WholeTensor
 from hf_integration import patch_attention
 from tests import scripts
-from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.dist.ranks import lacking, make, refusal
 from tests.grids import each_then_rest
 from tests.hf.conformance import Case, assert_cases
 from tests.hf.llama import IGNORE, MODES, llama, settings, small, with_lora
@@ -192,15 +192,12 @@ def test_outputs_stay_in_parts_and_inputs_are_compared():
     assert isinstance(output.logits, WholeTensor)
     assert output.logits._gathered is None
     other = {**batch, "weights": torch.tensor([0.5, 2.0 + sp.rank])}
-    kind, message = refusal(model, **other)
-    assert kind == "DisagreementError"
-    assert missing(message, "same whole batch", "rank 1: weights") == []
-    kind, message = refusal(torch.compile(model, backend="eager"), **batch)
-    assert kind == "InputError"
-    assert missing(message, "torch.compile", "layer.compile()") == []
-    kind, message = refusal(patch_attention(of(LlamaForSequenceClassification), sp), **sp.shard_batch(labeled()))
-    assert kind == "InputError"
-    assert missing(message, "LlamaForSequenceClassification needs whole batches", "give it the whole") == []
+    told = refusal(model, **other)
+    assert lacking(told, "DisagreementError", "same whole batch", "rank 1: weights") == []
+    told = refusal(torch.compile(model, backend="eager"), **batch)
+    assert lacking(told, "InputError", "torch.compile", "layer.compile()") == []
+    told = refusal(patch_attention(of(LlamaForSequenceClassification), sp), **sp.shard_batch(labeled()))
+    assert lacking(told, "InputError", "LlamaForSequenceClassification needs whole batches", "give it the whole") == []
 
 
 # --- a rank's local tokens
@@ -219,10 +216,8 @@ def test_a_loss_that_is_more_is_refused_on_sharded_batches_each_time():
     model, (part,) = patch_attention(weighted(1e-3), sp), sp.shard_batches([labeled()])
     in_tiles = patch_attention(weighted(1e-6), tiled)
     for call, batch in ((model, part), (in_tiles, labeled())) * 2:
-        kind, message = refusal(call, **batch)
-        assert kind == "ConfigError"
-        assert is_one_sentence(message)
-        assert missing(message, "nothing more", "z-loss", "where that is", "whole batches") == []
+        told = refusal(call, **batch)
+        assert lacking(told, "ConfigError", "nothing more", "z-loss", "where that is", "whole batches") == []
     right = patch_attention(small(), sp)
     assert right(**part).loss.isfinite()
 
