@@ -142,7 +142,7 @@ class Twins:
     def given(self, mode, tokens=None):
         """(the batch of the plain model, that of the patched one). A local forward has another one on each rank."""
         if tokens is None:
-            tokens = 9 + 4 * self.sp.rank if mode == LOCAL else 16
+            tokens = 11 + 4 * self.sp.rank if mode == LOCAL else 16  # more than RoPE that is not scaled has
         if (mode, tokens) not in self.shards:
             whole = batch(10 + self.sp.rank if mode == LOCAL else 0, tokens)
             self.shards[mode, tokens] = whole, self.sp.shard_batch(whole) if mode == SHARDED else whole
