@@ -35,7 +35,6 @@ from tests.hf.llama import IGNORE, RATE, array, norm, settings, weights
 from tests.launch import on_ranks
 
 KINDS = ("plain", "right", "left", "packed")
-NAMES = {"plain": "odd"}  # of kinds, to what makes batches
 CALLS = ("whole", "sharded")
 SECTIONS = {2: {"size": 2, "ulysses": 1}, 4: {"size": 4, "ulysses": 2}}
 EXACT, LIMITS = "exact", {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -139,12 +138,12 @@ def _outcome(function, *args):
 
 def plain(model, kind):
     """Return ([logits of real tokens], [loss], gradients) of the plain model."""
-    return plain_run(model, WAYS["whole"], batches_of(Case(None, batch=NAMES.get(kind, kind))))
+    return plain_run(model, WAYS["whole"], batches_of(Case(None, batch=kind)))
 
 
 def called(call, model, sp, kind):
     """Return the same of a model that shares sequences, called with a whole batch or a sharded one."""
-    return shared_run(model, sp, WAYS[call], batches_of(Case(None, batch=NAMES.get(kind, kind))))
+    return shared_run(model, sp, WAYS[call], batches_of(Case(None, batch=kind)))
 
 
 CALL = {call: functools.partial(called, call) for call in CALLS}

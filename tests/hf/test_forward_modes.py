@@ -194,9 +194,9 @@ class Twins:
     def forget(self):
         self.model.zero_grad(), self.plain.zero_grad()
 
-    def train(self, *how, modes=MODES):
+    def train(self):
         """A step of a forward of each mode."""
-        self.backward(*[self.forward(mode, *how) for mode in modes])
+        self.backward(*map(self.forward, MODES))
 
     @contextlib.contextmanager
     def evaluating(self):
@@ -552,7 +552,7 @@ def error(run, mode, place, kind=KeyError):
             model(**given)
         handle.remove()
     set_current(None)  # torch calls no hooks after what is no Exception
-    run.keep(*[run.t.forward(other) for other in MODES if other != mode])
+    run.keep(*(run.t.forward(other) for other in MODES if other != mode))
 
 
 @event(*((mode,) for mode in MODES), only=CHECKPOINTED)
@@ -564,7 +564,7 @@ def error_when_a_checkpoint_computes_a_layer_again(run, mode):
         loss.backward()
     handle.remove()
     run.t.forget()
-    run.keep(*[run.t.forward(other) for other in MODES if other != mode])
+    run.keep(*(run.t.forward(other) for other in MODES if other != mode))
 
 
 @event(*((kind,) for kind in (False, True)))
