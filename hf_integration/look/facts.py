@@ -111,7 +111,7 @@ def with_class(name: str, module: nn.Module) -> str:
 LENGTHS: dict[str, Literal["window", "chunk"]] = {"sliding_window": "window", "attention_chunk_size": "chunk"}
 WINDOWS_BY_KIND = (("sliding_attention", "sliding_window"),)
 WINDOW_EVERYWHERE = (("", "sliding_window"),)
-# facts by model_type. tests/hf/test_families.py compares logits, losses and gradients with the unpatched model, and
+# facts by model_type. tests/hf/test_conformance.py compares logits, losses and gradients with the unpatched model, and
 # tests/hf/test_look.py compares these facts with detected facts
 TESTED = {
     **dict.fromkeys(("glm4", "granite", "llama"), Facts()),

@@ -23,7 +23,7 @@ from tests.dist import (
     test_whole_tensors,
 )
 from tests.grids import each_then_rest
-from tests.hf import test_noise, test_shared_prompts, test_tiles, test_trainer_evaluation
+from tests.hf import test_conformance, test_noise, test_shared_prompts, test_trainer_evaluation
 from tests.launch import RankFailure, on_ranks
 from tests.unit import test_common_part, test_exact
 
@@ -72,11 +72,7 @@ def dealt(*kinds):
     return lambda folder: test_loaders.test_an_epoch_is_dealt_to_groups_and_goes_on_where_it_was_left([*kinds], False)
 
 
-def tiles(number):
-    case = list(test_tiles.CASES.items())[number]
-    return lambda folder: test_tiles.test_training_is_that_of_one_process_that_saves_no_memory(dict([case]), 2)
-
-
+SAVING = on_each(test_conformance.test_models_that_share_sequences_are_the_plain_ones, ranks=2, group="saving")
 PACKED = on_each(test_packs.test_packed_rows_are_placed_and_attention_over_them_is_exact)
 CACHED = on_each(test_cached_attention.test_every_rank_gets_dense_attention, size=2, ulysses=1)
 STATES = on_each(
@@ -185,10 +181,10 @@ FAULTS = {
     ),
     # --- memory
     "tiles that replace one another's gradients": Fault(
-        "hf_integration.memory.tiled_function:GradientSums.add", "total.add_(", "total.copy_(", tiles(0)
+        "hf_integration.memory.tiled_function:GradientSums.add", "total.add_(", "total.copy_(", SAVING
     ),
     "a tiled loss without the gradient that reaches it": Fault(
-        "hf_integration.memory.tiled_function:_Summed.backward", "sums.pop_all(grad)", "sums.pop_all()", tiles(0)
+        "hf_integration.memory.tiled_function:_Summed.backward", "sums.pop_all(grad)", "sums.pop_all()", SAVING
     ),
     # --- random numbers, data, the Trainer
     "ranks that draw the same noise": Fault(

@@ -17,8 +17,8 @@ from triton.runtime import interpreter
 from hf_integration import patch_attention
 from tests.dist.ranks import make, refusal
 from tests.hf import trainers
+from tests.hf.families import batch_of, gradients
 from tests.hf.llama import averaged, gap, small
-from tests.hf.test_families import batch_of, gradients
 from tests.hf.test_trainer_trl import figures, sft
 
 STEPS, LENGTH = 2, 12  # a token takes the interpreter some hundredths of a second

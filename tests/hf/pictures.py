@@ -16,8 +16,8 @@ from hf_integration.look.small import call, small_copy, tokens_for
 from hf_integration.media import towers
 from hf_integration.trainer.samples import positions_of
 from tests.dist.ranks import make
-from tests.hf.conformance import _errors, _gradients, _merged, _outcome, _whole
-from tests.hf.in_fp64 import limit_beside, throughout
+from tests.hf.conformance import _gradients, _merged, _outcome, _whole, beyond
+from tests.hf.in_fp64 import throughout
 from tests.hf.llama import IGNORE, array
 from tests.hf.media_types import TYPES, model_of
 from tests.launch import on_ranks
@@ -61,7 +61,7 @@ def packed(model):
 
 @throughout
 def outcome(model, documents, world=1):
-    """Return (logits of real tokens, loss, gradients averaged over the ranks) for a batch, or for documents alone."""
+    """Return ([logits of real tokens], [loss], gradients averaged over ranks) for a batch, or for documents alone."""
     model.zero_grad()
     documents = documents if isinstance(documents, list) else [documents]
     counts = [int((document["labels"][:, 1:] != IGNORE).sum()) for document in documents]
@@ -75,7 +75,7 @@ def outcome(model, documents, world=1):
         real = document.get("attention_mask", torch.ones_like(document["input_ids"]))[..., None]
         logits.append(array(_whole(output.logits) * real))
         losses += loss.item()
-    return np.concatenate(logits, 1), losses, _gradients(model, world)
+    return [np.concatenate(logits, 1)], [losses], _gradients(model, world)
 
 
 def compared(model, shared, batches, sp):
@@ -89,14 +89,10 @@ def compared(model, shared, batches, sp):
     error, found = _outcome(outcome, shared, made[1], sp.size)
     if error is not None:
         return error
-    errors, limits = _errors(found, wanted), {}
-    if max(errors.values()) >= LIMIT:  # or twice of what rounding makes
-        error, truth = _outcome(outcome, fp64(copy.deepcopy(model)), made[0])
-        if error is None:
-            errors = _errors(found, truth)
-            limits = {name: limit_beside(own, LIMIT, times=2) for name, own in _errors(wanted, truth).items()}
-    wrong = {name: error for name, error in errors.items() if not error < limits.get(name, LIMIT)}
-    return "wrong: " + ", ".join(f"{name} by {error:.0e}" for name, error in wrong.items()) if wrong else "exact"
+    wrong = beyond(
+        found, wanted, model.dtype, lambda: _outcome(outcome, fp64(copy.deepcopy(model)), made[0])[1], times=2
+    )
+    return "wrong: " + ", ".join(f"{name} by {error:.0e}" for name, (error, _) in wrong.items()) if wrong else "exact"
 
 
 def media_of(model):
