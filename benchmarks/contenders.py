@@ -14,18 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-# schedule -> the settings that form its shape, in order
-SHAPES = {
-    "ring": (),
-    "triangle": ("strips",),
-    "distflash": (),
-    "double_ring": ("ring_size",),
-    "wallfacer": ("team",),
-    "attention2d": ("rows", "cols"),
-    "mesh": ("mesh",),
-}
+from benchmarks import tables
+from ds_seqpar.core.compiler.schedules import SCHEDULES
+
 PEERS = ("deepspeed", "plain")
 
 
@@ -44,7 +38,7 @@ class Spec(NamedTuple):
 
 
 def parse(text: str) -> Spec:
-    """Parse a contender. Raises ValueError for invalid notation."""
+    """Parse a contender. Raises OptionError for invalid notation."""
     base, *words = text.split("+")
     extra = dict(setting(word) if "=" in word else (word, True) for word in words)
     if base in PEERS:
@@ -58,18 +52,10 @@ def parse(text: str) -> Spec:
     return Spec(text, None, settings)
 
 
-def spec(text: str) -> Spec:
-    """Parse a contender as the type of a command-line argument."""
-    try:
-        return parse(text)
-    except ValueError as reason:
-        raise argparse.ArgumentTypeError(str(reason)) from None
-
-
-def add(parser: argparse.ArgumentParser, *default: str) -> None:
-    """Add the command-line argument `contenders`, a list of Spec."""
-    parser.add_argument("contenders", nargs="*", metavar="CONTENDER", type=spec,
-                        default=[parse(text) for text in default], help=f"default: {' '.join(default)}")  # fmt: skip
+def add(parser: argparse.ArgumentParser, *default: str, parse: Callable[[str], Spec] = parse) -> None:
+    """Add the command-line argument `contenders`, a list of Spec. `parse` reads one."""
+    parser.add_argument("contenders", nargs="*", metavar="CONTENDER", type=parse,
+                        default=[*map(parse, default)], help=f"default: {' '.join(default)}")  # fmt: skip
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -82,13 +68,13 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def _shape(text: str, schedule: str, shape: str) -> dict[str, Any]:
-    names = SHAPES.get(schedule)
-    if names is None:
-        known = ", ".join((*SHAPES, "auto", *PEERS))
-        raise ValueError(f"a contender must be uN, SCHEDULE or uN/SCHEDULE; got {text!r}, use one of {known}")
+    if schedule not in SCHEDULES:
+        known = ", ".join((*SCHEDULES, "auto", *PEERS))
+        raise tables.OptionError(f"a contender must be uN, SCHEDULE or uN/SCHEDULE; got {text!r}, use one of {known}")
+    names = [one.name for one in SCHEDULES[schedule].settings]
     counts, lengths = shape.split(",") if shape else [], (0, 3) if schedule == "mesh" else range(len(names) + 1)
     if len(counts) not in lengths or not all(map(str.isdecimal, counts)):
         wanted = "a,b,R" if schedule == "mesh" else ",".join(names) or "nothing"
-        raise ValueError(f"{schedule}'s shape is {wanted} in whole numbers; got {text!r}")
+        raise tables.OptionError(f"{schedule}'s shape is {wanted} in whole numbers; got {text!r}")
     numbers = [*map(int, counts)]
     return {"mesh": numbers} if schedule == "mesh" and numbers else dict(zip(names, numbers, strict=False))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-Mode = TypeVar("Mode")
 END = "<!-- end -->\n"  # end of a table that a command writes into the docs
 
 
@@ -38,12 +36,8 @@ def add(its: argparse.ArgumentParser, **options: object) -> None:
             its.add_argument(flag, type=type(default), default=default, help=f"default: {default}")
 
 
-def mode(description: str | None, modes: Mapping[str, Mode]) -> Mode:
-    """Return the mode named by the first word of the command line. Each mode parses the remaining words itself."""
-    if len(sys.argv) < 2 or sys.argv[1] not in modes:
-        parser(description).parse_args(sys.argv[1:2])
-        raise SystemExit(f"the first word must be one of {', '.join(modes)}")
-    return modes[sys.argv[1]]
+class OptionError(argparse.ArgumentTypeError, ValueError):
+    """An invalid value of an option, whose message argparse shows to the user."""
 
 
 def line(cells: Iterable[object]) -> str:
@@ -58,6 +52,13 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[object]] = ()) -> str:
 def head(*columns: str) -> None:
     """Print the first two lines of a table that is filled in slowly; `row` prints the remaining lines."""
     print(table(columns), flush=True)
+
+
+def stream(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    """Print a table whose rows arrive slowly."""
+    head(*columns)
+    for cells in rows:
+        row(*cells)
 
 
 def row(*cells: object) -> None:

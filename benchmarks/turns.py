@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+Name = TypeVar("Name")
 Step = Callable[[], object]
 Clock = Callable[[Step], float]  # runs a step, and returns its seconds
 
@@ -79,8 +81,8 @@ def until_done(device: str) -> Clock:
 
 
 def in_turns(
-    steps: Mapping[str, Step], rounds: int, clock: Clock = wall, warm: int = 1, seconds: float = math.inf
-) -> dict[str, list[float]]:
+    steps: Mapping[Name, Step], rounds: int, clock: Clock = wall, warm: int = 1, seconds: float = math.inf
+) -> dict[Name, list[float]]:
     """Return the seconds of each step in each round, after `warm` untimed rounds.
 
     No round starts after `seconds` have passed, except the first two.

@@ -10,13 +10,14 @@ forward, and the peak MiB of backward. The setup is a ring in bf16 with a causal
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from operator import itemgetter
 
 from benchmarks import tables
+from benchmarks.cluster.plan import received
 from ds_seqpar.analysis.memory import Figures, figures
-from ds_seqpar.core.compiler.compile import BoundProgram, Compiler
-from ds_seqpar.core.compiler.program import instructions as op
+from ds_seqpar.core.compiler.compile import Compiler
 from ds_seqpar.core.compiler.program.shape import shape_of
 from ds_seqpar.core.compiler.program.ulysses import SavedForBackward, UlyssesGroup
 from ds_seqpar.core.compiler.sharding.layout import divisors
@@ -36,18 +37,6 @@ MODELS = {
 MIB = 2**20
 
 
-def received(bound: BoundProgram) -> int:
-    """Return the bytes that the program's rank receives."""
-    total = 0
-    for instruction in bound.program.code:
-        if isinstance(instruction, op.Post):
-            total += sum(bound.unit_bytes(one.slot, *one.unit) for one in instruction.receives)
-        elif isinstance(instruction, op.ExchangeStart):
-            sizes = bound.exchange_sizes(instruction.exchange)
-            total += sizes.arriving(bound.heads.ulysses.rank) * sizes.itemsize
-    return total
-
-
 def of_ranks(size: int, ulysses: int, tokens: int, model: str, sent: str) -> Iterator[tuple[int, Figures]]:
     """Yield (bytes received, memory) of each CP rank's first Ulysses rank."""
     heads, dim, v_dim, width = MODELS[model]
@@ -62,7 +51,8 @@ def of_ranks(size: int, ulysses: int, tokens: int, model: str, sent: str) -> Ite
         compiler = Compiler(recipe, rank)
         forward = compiler.bound_call("forward", CAUSAL, *place)
         backward = compiler.bound_call("backward", CAUSAL, *place, backward_of)
-        yield received(forward) + received(backward), figures(forward, backward, saved)
+        messages = itertools.chain(*(received(bound, (0, rank)) for bound in (forward, backward)))
+        yield sum(size for _, size in messages), figures(forward, backward, saved)
 
 
 def inputs_of(model: str, tokens: int, sent: str, are_kept: bool) -> int:

@@ -101,9 +101,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     return scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
-def step(attend: Attend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
-    """Run forward and backward, and return out, dq, dk and dv."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+def step(attend: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+    """Run forward and backward. The last tensor is the output's gradient. Return the output and the gradients of the
+    others.
+    """
+    *inputs, do = tensors
+    leaves = [x.detach().requires_grad_() for x in inputs]
     out = attend(*leaves)
-    out.backward(do)
-    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, do)]

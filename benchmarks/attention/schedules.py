@@ -64,18 +64,10 @@ def names(ranks: int) -> list[str]:
     mesh = f"mesh={side // 2},1,{others}"
     teams = [f"wallfacer={team}" for team in sorted({2, side // 2})]
     shapes = [f"attention2d={rows}" for rows in (side, side * 2, side // 2)]
-    found = [
-        "ring",
-        "ring+rotate_backward=q",
-        f"double_ring={side}",
-        "distflash",
-        *shapes,
-        *teams,
-        mesh,
-        f"{mesh}+rotate_backward=q",
-    ]
+    both = ["ring", "ring+rotate_backward=q", f"double_ring={side}", "distflash"]
+    found = [*both, *shapes, *teams, mesh, f"{mesh}+rotate_backward=q", "triangle"]
     fitting = []
-    for name in (*found, "triangle"):
+    for name in found:
         with contextlib.suppress(ConfigError):
             config_of(ranks, name)
             fitting.append(name)
@@ -147,15 +139,13 @@ def main() -> None:
         title = f"{words} ({heads[0]}/{heads[1]} heads of 128)"
         if args.causal:
             print(f"\n{title}: triangle / best mesh / ring / floor: triangle over mesh\n")
-            tables.head("ranks", *columns)
-            for ranks in args.ranks or (6, 12, 28, 120):
-                tables.row(ranks, *(beside(ranks, *one) for one in shapes))
+            counts = args.ranks or (6, 12, 28, 120)
+            tables.stream(["ranks", *columns], ([n, *(beside(n, *one) for one in shapes)] for n in counts))
         else:
             for ranks in args.ranks or (16, 64):
                 print(f"\n{ranks} ranks, {title}\n")
-                tables.head("contender", *columns)
-                for name in names(ranks):
-                    tables.row(name, *(received(ranks, name, *one) for one in shapes))
+                rows = ([name, *(received(ranks, name, *one) for one in shapes)] for name in names(ranks))
+                tables.stream(["contender", *columns], rows)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from benchmarks.tables import OptionError
+
 PREFIX = "seqpar-cluster"
 FOLDER = Path("/run/netns")
 NAME = re.compile(PREFIX + r"-(\d+)-\w+")
@@ -51,11 +53,11 @@ def refusal() -> str | None:
 def rate_of(link: str) -> float:
     """Return the bytes per second of a rate in the notation of `tc`, such as "50mbit".
 
-    Raises ValueError for other notations.
+    Raises OptionError for other notations.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", link)
     if not match or not float(match[1]):
-        raise ValueError(f"a link's rate must be a number with kbit, mbit or gbit; got {link!r}, write e.g. 50mbit")
+        raise OptionError(f"a link's rate must be a number with kbit, mbit or gbit; got {link!r}, write e.g. 50mbit")
     return float(match[1]) * UNITS[match[2]] / 8
 
 

@@ -35,7 +35,10 @@ def bytes_between(
     Raises:
         ConfigError: The settings are invalid.
     """
-    messages = _deepspeed(args, directions) if spec.peer else _ours(config or _resolved(spec, args), args, directions)
+    if config is None and not spec.peer:
+        section = {"size": args.world, **spec.section}
+        config = SequenceParallelConfig.from_dict(section).resolve(args.world, (args.heads, args.kv_heads))
+    messages = _ours(config, args, directions) if config else _deepspeed(args, directions)
     out, into = [0] * args.nodes, [0] * args.nodes
     for source, target, size in messages:
         if (a := source // args.ranks_per_node) != (b := target // args.ranks_per_node):
@@ -49,11 +52,6 @@ def _deepspeed(args: argparse.Namespace, directions: Sequence[str]) -> Iterator[
     heads = 2 * len(directions) * (args.heads + args.kv_heads) // args.world
     size = args.seq // args.world * args.head_dim * ITEMSIZE[DTYPES[args.dtype]] * heads
     return ((a, b, size) for a, b in itertools.permutations(range(args.world), 2))
-
-
-def _resolved(spec: Spec, args: argparse.Namespace) -> SequenceParallelConfig:
-    config = SequenceParallelConfig.from_dict({"size": args.world, **spec.section})
-    return config.resolve(args.world, (args.heads, args.kv_heads))
 
 
 def _ours(

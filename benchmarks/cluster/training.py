@@ -6,8 +6,8 @@
 Nodes and links are the same as in `cluster.attention`. Contenders (`benchmarks.contenders`) train the same LLaMA on the
 same tokens with the same DeepSpeed settings (`memory.ranks`). Every engine runs in its own processes, since DeepSpeed
 supports one engine per process. In each turn, a contender runs a warm-up step, and then `--steps` steps at every rate.
-Times start when all ranks begin a step, and end when the slowest rank is done. --checkpointing applies to all
-contenders, --tiled-mlp to DeepSpeed's recipe. Losses and norms must agree between contenders, as in `memory.peers`.
+Times start when all ranks begin a step, and end when the slowest rank is done. Losses and norms must agree between
+contenders, as in `memory.peers`.
 
 Columns of the table:
 
@@ -24,64 +24,41 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 from typing import Any
 
-from benchmarks import contenders, tables
+from benchmarks import runner, tables
 from benchmarks.cluster import net
-from benchmarks.cluster import ranks as on_ranks
 from benchmarks.cluster.plan import bytes_between
 from benchmarks.contenders import Spec
 from benchmarks.memory import ranks as made
 from benchmarks.memory.footprint import step_of
-from benchmarks.memory.peers import Bench, model_options
+from benchmarks.memory.peers import Bench, kind_of, model_options
+from benchmarks.runner import Columns, Row
 from benchmarks.turns import order
 from ds_seqpar.base.errors import SeqParError
 from tests.launch import PRELOAD, RankFailure
 
-DEFAULT = ["u2/ring", "ring", "u8", "deepspeed"]
-COLUMNS = ["contender", "tokens/s", "spread", "against first", "MB out", "MB in", "ZeRO's MB", "attention's MB",
-           "plan MB", "share of link"]  # fmt: skip
+DEFAULT = ("u2/ring", "ring", "u8", "deepspeed")
 Kind = tuple[str, dict[str, Any]]  # (name, options), the arguments of `memory.ranks.made`
 Found = dict[str, tuple[list[float], dict[str, list[int]]]]  # rate -> (seconds of steps, bytes of one step by node)
 
 
-def main() -> None:
-    on_ranks.end_by_exit()
-    os.environ["PYTHONWARNINGS"] = "ignore"  # hide warnings of DeepSpeed and transformers about their own calls
-    args = arguments()
-    rows = measure(args)
-    for rate in args.link:
-        print(f"\n{title(args, rate)}\n\n{table(rows, args, rate)}", flush=True)
-
-
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or the words in `given`."""
-    parser = tables.parser(__doc__)
-    contenders.add(parser, *DEFAULT)
-    on_ranks.options(parser, nodes=4, per_node=2)
-    parser.add_argument("--link", nargs="+", type=on_ranks.link, default=["200mbit"],
-                        help="rates of every node, out and in, in kbit, mbit or gbit")  # fmt: skip
+    parser = runner.parser(__doc__, *DEFAULT, nodes=4, per_node=2, link=["200mbit"], seq=4096, steps=2, rounds=3)
     model_options(parser, vocab=1024, hidden=256, intermediate=512, layers=4, heads=8, kv_heads=8)
-    tables.add(parser, seq=4096, checkpointing=True, tiled_mlp=True, steps=2, rounds=3)
-    args = on_ranks.checked(parser, given)
+    args = runner.checked(parser, given)
     # keep a layer's parameters between recomputation and backward, as in a large model
     args.zero = [("stage3_max_reuse_distance", 2**20), *args.zero]
     return args
 
 
-def kind_of(spec: Spec, args: argparse.Namespace) -> Kind:
-    options = {"tiled_mlp": args.tiled_mlp} if spec.peer else {}
-    return spec.peer or "ours", {"checkpointing": args.checkpointing, **options, **spec.section}
-
-
-def alone(spec: Spec, args: argparse.Namespace) -> Kind:
+def alone(spec: Spec) -> Kind:
     """Return the same kind of contender without attention between ranks, to measure ZeRO alone."""
-    more = {"tiled_mlp": args.tiled_mlp} if spec.peer else {"size": 1}
-    return "plain" if spec.peer else "ours", {"checkpointing": args.checkpointing, **more}
+    return ("plain", {"tiled_mlp": True}) if spec.peer else ("ours", {"size": 1})
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace) -> list[Row]:
     """Return a row for each contender, in the given order: seconds and bytes by rate, ZeRO's bytes and planned bytes.
 
     If a peer cannot run, or settings are invalid, the row contains only `name` and `cannot`. Raises RankFailure if one
@@ -98,7 +75,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if "cannot" in row:
                     continue
                 try:
-                    found = turns(network, args, bench, spec.name, kind_of(spec, args), args.seq)
+                    found = turns(network, args, bench, spec.name, kind_of(spec), args.seq)
                 except RankFailure as failure:
                     if not spec.peer:
                         raise
@@ -109,7 +86,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     row |= carried
                 if network.names and spec.peer not in zero:
                     name, short = f"ZeRO alone, of {spec.name}", args.seq // args.world
-                    zero[spec.peer] = turns(network, args, bench, name, alone(spec, args), short)[args.link[0]][1]
+                    zero[spec.peer] = turns(network, args, bench, name, alone(spec), short)[args.link[0]][1]
                 row["zero"] = zero.get(spec.peer)
             tables.say(f"round {turn + 1} of {args.rounds}")
     return rows
@@ -118,24 +95,23 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 def turns(network: net.Network, args: argparse.Namespace, bench: Bench, name: str, kind: Kind, seq: int) -> Found:
     """Run one turn of a contender in new processes."""
     found: Found = {}
-    with on_ranks.started(args, network, PRELOAD) as ranks:
-        on_ranks.call(ranks, build, bench.model, *kind, seq)
-        done = [on_ranks.turn(ranks)]
+    with runner.started(args, network, PRELOAD) as ranks:
+        runner.call(ranks, build, bench.model, *kind, seq)
+        done = [runner.together(ranks)]
         for rate in args.link:
             network.limit(rate)
-            run = lambda: [on_ranks.turn(ranks) for _ in range(args.steps)]  # noqa: E731
-            here, *both = on_ranks.carried(ranks, network, run)
+            here, *both = runner.carried(ranks, network, lambda: [runner.together(ranks) for _ in range(args.steps)])
             carried = {side: [n // args.steps for n in nodes] for side, nodes in zip(("out", "in"), both, strict=True)}
-            found[rate] = [one.seconds for one in here], carried
+            found[rate] = [took for took, _ in here], carried
             done += here
-    bench.check(name, seq, *zip(*(one.found for one in done), strict=True))
+    bench.check(name, seq, *zip(*(by_rank[0] for _, by_rank in done), strict=True))
     tables.say(f"{name}: {', '.join(f'{min(seconds):.2f} s at {rate}' for rate, (seconds, _) in found.items())}")
     return found
 
 
 def build(model: made.Model, kind: str, options: dict[str, Any], seq: int) -> None:
     """Create the engine on a rank."""
-    on_ranks.STEPS[:] = [made.made(model, kind, options, seq)]
+    runner.STEPS[:] = [made.made(model, kind, options, seq)]
 
 
 def planned(spec: Spec, bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
@@ -147,41 +123,45 @@ def planned(spec: Spec, bench: Bench, args: argparse.Namespace) -> dict[str, Any
     dtype = "bf16" if args.bf16 else "fp32"
     given = argparse.Namespace(**vars(args), head_dim=args.hidden // args.heads, dtype=dtype, causal=True)
     try:
-        config = None if spec.peer else step_of(bench.model, kind_of(spec, args)[1], args.seq, args.world).config
+        config = None if spec.peer else step_of(bench.model, kind_of(spec)[1], args.seq, args.world).config
         return {"plan": args.layers * max(map(max, bytes_between(spec, given, config)))}
     except (SeqParError, ValueError) as reason:
         return {"cannot": str(reason)}
 
 
-def title(args: argparse.Namespace, rate: str) -> str:
+def title(args: argparse.Namespace) -> str:
     """Describe the run in one line."""
-    how = f"{'bf16' if args.bf16 else 'fp32'}, {'' if args.checkpointing else 'no '}checkpointing"
     return (
-        f"{on_ranks.places(args, rate)}; {args.seq} tokens, {args.layers} "
-        f"layers, hidden {args.hidden}, intermediate {args.intermediate}, vocabulary {args.vocab}, "
-        f"{args.heads}/{args.kv_heads} heads, {how}; median of {args.rounds} x {args.steps} steps"
+        f"{args.seq} tokens, {args.layers} layers, hidden {args.hidden}, intermediate {args.intermediate}, vocabulary "
+        f"{args.vocab}, {args.heads}/{args.kv_heads} heads, "
+        f"{'bf16' if args.bf16 else 'fp32'}, checkpointing; median of {args.rounds} x {args.steps} steps"
     )
 
 
-def table(rows: list[dict[str, Any]], args: argparse.Namespace, rate: str) -> str:
-    """Format the rows at one rate as Markdown. Below the table, list contenders that cannot run, with reasons."""
-    able, lines = [row for row in rows if "cannot" not in row], []
-    for row in able:
-        seconds, first = row["seconds"][rate], statistics.median(able[0]["seconds"][rate])
-        median = statistics.median(seconds)
-        spread = f"{args.seq / max(seconds):.0f}-{args.seq / min(seconds):.0f}"
-        lines.append([row["name"], f"{args.seq / median:.0f}", spread, f"{first / median:.2f}"])
-        if args.nodes > 1:
-            carried = max(row["out"]), max(row["in"]), max(row["zero"]["out"]), attention(row), row["plan"]
-            share = max(carried[:2]) / net.rate_of(rate) / median
-            lines[-1] += [*(f"{size / 1e6:.1f}" for size in carried), f"{share:.2f}"]
-    return on_ranks.report(COLUMNS, lines, rows, args)
+def table(rows: list[Row], args: argparse.Namespace, link: str) -> str:
+    """Format the rows at one rate as Markdown."""
+    speeds: Columns = {
+        "contender": runner.TIMES["contender"], "tokens/s": lambda row: f"{args.seq / row['median']:.0f}",
+        "spread": lambda row: f"{args.seq / max(row['seconds']):.0f}-{args.seq / min(row['seconds']):.0f}",
+        "against first": runner.TIMES["against first"],
+    }  # fmt: skip
+    sizes = {"MB out": lambda row: max(row["out"]), "MB in": lambda row: max(row["in"]),
+             "ZeRO's MB": lambda row: max(row["zero"]["out"]), "attention's MB": attention,
+             "plan MB": lambda row: row["plan"]}  # fmt: skip
+    carried: Columns = {name: lambda row, size=size: f"{size(row) / 1e6:.1f}" for name, size in sizes.items()}
+    at_rate = [{**row, "seconds": row["seconds"][link]} if "seconds" in row else row for row in rows]
+    return runner.report(at_rate, args, link, speeds, {**carried, **runner.SHARE})
 
 
-def attention(row: dict[str, Any]) -> int:
+def attention(row: Row) -> int:
     """Return the bytes of a step minus ZeRO's bytes, for the busiest node in its busier direction."""
     sides = [(row[side], row["zero"][side]) for side in ("out", "in")]
     return max(mine - its for both in sides for mine, its in zip(*both, strict=True))
+
+
+def main() -> None:
+    os.environ["PYTHONWARNINGS"] = "ignore"  # hide warnings of DeepSpeed and transformers about their own calls
+    runner.main(arguments, measure, title, table)
 
 
 if __name__ == "__main__":

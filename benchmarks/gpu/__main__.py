@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import tables
 from benchmarks.gpu import tables as gpu_tables
-from benchmarks.gpu.bench import Bench, about
+from benchmarks.gpu.bench import OUT, Bench, about
 from benchmarks.gpu.kernels import kernels
 from benchmarks.gpu.layers import checkpoints, host, longest
 from benchmarks.gpu.shares import ranks
@@ -34,11 +34,9 @@ SECTIONS = {
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = tables.parser(__doc__)
-    tables.add(parser, stand_in=False)
+    parser = tables.parser(__doc__, stand_in=False, out=OUT)
     parser.add_argument("--seconds", type=float, default=None, help="for all sections; default: 480, of a stand-in 60")
     parser.add_argument("--sections", nargs="+", choices=[*SECTIONS], default=[*SECTIONS])
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of both files")
     parser.add_argument(
         "--room", type=int, default=None,
         help="MiB that the longest sequence may take beside parameters and gradients; default: 8192, of a stand-in 8",

@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from benchmarks.turns import settle
 from ds_seqpar.base.hosts import host_memory
 
 Result = TypeVar("Result")
+OUT = Path("runs/gpu")  # the folder of the files with figures
 PACKAGES = ("torch", "deepspeed", "transformers", "flash-attn", "flash-attn-3",
             *(f"nvidia-{name}-cu{cuda}" for cuda in (12, 13) for name in ("nccl", "cudnn")))  # fmt: skip
 
@@ -147,11 +148,6 @@ class Bench:
         """Return random q, k, v and output gradient of one sequence."""
         q, kv = self.sizes.heads
         return [self.random(1, tokens, heads, self.sizes.head_dim) for heads in (q, kv, kv, q)]
-
-
-def different(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """Return the maximum of max|a - b| / max|b| over all tensors; NaN if one is NaN."""
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, right, strict=True))
 
 
 def about(stand_in: bool, ranks: int = 1) -> dict[str, Any]:

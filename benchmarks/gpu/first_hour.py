@@ -32,7 +32,7 @@ import torch
 
 from benchmarks import tables
 from benchmarks.gpu import tables as gpu_tables
-from benchmarks.gpu.bench import about_apart
+from benchmarks.gpu.bench import OUT, about_apart
 from examples.demo import HIDDEN
 
 STATE = "index,name,driver_version,memory.total,memory.used,power.limit,clocks.max.sm,pcie.link.gen.max,compute_mode"
@@ -99,9 +99,8 @@ def unmet() -> str | None:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = tables.parser(__doc__, stand_in=False)
+    parser = tables.parser(__doc__, stand_in=False, out=OUT)
     parser.add_argument("--minutes", type=float, default=None, help="for all parts; default: 60, of a stand-in 10")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of the file")
     args = parser.parse_args(given)
     if not args.stand_in and (need := unmet()):
         parser.error(f"the hour needs {need}")

@@ -253,8 +253,7 @@ def rendered(kept: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    its = tables.parser(__doc__, docs=False)
-    args = its.parse_args()
+    args = tables.parser(__doc__, docs=False).parse_args()
     kept = {**load(), "counts": measured()}
     if args.docs:
         TABLE.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

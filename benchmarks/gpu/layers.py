@@ -140,12 +140,10 @@ def longest(bench: Bench) -> None:
         if bench.has_time(name):
             share = bench.left / (len(all_) - number)
             given = None if more is None else dict(settings)
-            bench.tried(name, lambda n=name, g=given, s=share: _longest(bench, n, g, s))
+            found = bench.tried(name, lambda g=given, n=name, s=share: reach(bench, g, n != "nothing", s))
+            if found:
+                bench.note(feature=name, **found)
             bench.free()
-
-
-def _longest(bench: Bench, name: str, settings: dict[str, Any] | None, seconds: float) -> None:
-    bench.note(feature=name, **reach(bench, settings, name != "nothing", seconds))
 
 
 def reach(bench: Bench, settings: dict[str, Any] | None, checkpoints: bool, seconds: float) -> dict[str, Any]:

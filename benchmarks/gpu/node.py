@@ -22,7 +22,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,17 +32,17 @@ from benchmarks import contenders, tables
 from benchmarks.attention.peers import made, step
 from benchmarks.contenders import Spec, parse
 from benchmarks.gpu import tables as gpu_tables
-from benchmarks.gpu.bench import Bench, about_apart
+from benchmarks.gpu.bench import OUT, Bench, about_apart
 from benchmarks.gpu.layers import reach, shape_of
 from benchmarks.gpu.shares import Alone
-from benchmarks.memory.peers import unlike
+from benchmarks.memory.peers import outcome, unlike
 from benchmarks.turns import in_turns, order, slowest, together
 from ds_seqpar import SequenceParallel
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL
 from ds_seqpar.core.runtime.admit import AttentionOptions, check_inputs
 from ds_seqpar.core.runtime.transport import ALL_GATHER
 from ds_seqpar.engine import start
-from tests.launch import PRELOAD, Ranks
+from tests.launch import PRELOAD
 
 CONTENDERS = ("deepspeed", "u{n}", "u{n}+head_chunks=2+overlap", "u{n}+head_chunks=4+overlap", "ring", "u2/ring",
               "attention2d=2+overlap")  # fmt: skip
@@ -59,10 +58,9 @@ BUCKETS = (
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     devices = torch.cuda.device_count()
-    parser = tables.parser(__doc__, stand_in=devices == 0, timeout=300.0)
+    parser = tables.parser(__doc__, stand_in=devices == 0, timeout=300.0, out=OUT)
     contenders.add(parser)
     parser.add_argument("--ranks", type=int, default=None, help="default: all GPUs; of a stand-in 2")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of both files")
     args = parser.parse_args(given)
     args.ranks = args.ranks or (2 if args.stand_in else devices)
     if not 2 <= args.ranks <= 8 or not (args.stand_in or args.ranks <= devices):
@@ -177,7 +175,8 @@ def training(bench: Bench, spec: Spec) -> None:
     tokens = min(bench.sizes.checkpoints) * dist.get_world_size()
     shape = shape_of(bench, min(bench.sizes.vocab, 32000), zero=() if on_cpu else BUCKETS)
     options = {**OPTIONS.get(kind, {}), **spec.section}
-    found = ranks.measure(shape, kind, options, tokens, 2 if on_cpu else 5, False, 2**62)
+    make = functools.partial(ranks.made, shape, kind, options, tokens)
+    found = ranks.measure(make, 2 if on_cpu else 5, False, 2**62)
     seconds = [slowest(value, bench.device) for value in found.seconds]
     peak = None if on_cpu else torch.get_device_module(bench.device).max_memory_allocated()
     bench.note(contender=spec.name, tokens=tokens, seconds=statistics.median(seconds), losses=found.losses,
@@ -189,18 +188,12 @@ def training(bench: Bench, spec: Spec) -> None:
 
 def launched(args: argparse.Namespace, part: str, count: int) -> dict[str, Any] | str:
     """Return the results of newly started ranks, or the reason why results are missing."""
-    tables.say(f"{part}: {count} ranks")
+    name, given = f"{part}, {count} ranks", (args.stand_in, args.contenders, part, args.timeout / 4)
+    tables.say(name)
     # with GPUs, import nothing before forking, since CUDA could not be initialized in the ranks
-    with Ranks(count, None, PRELOAD if args.stand_in else []) as ranks:
-        given = args.stand_in, args.contenders, part, args.timeout / 4
-        results, errors = ranks.call(on_rank, *given, timeout=args.timeout)
-    if not errors:
-        return results[0]
-    kind, said, trace = min(errors.values(), key=lambda error: error[0] in ("Hang", "Died"))
-    tables.say(trace[-4000:])
-    if kind == "Hang":
-        return f"not done after {args.timeout:g} s"
-    return f"{kind}: {said.splitlines()[0][:200] if said else ''}"
+    preload = PRELOAD if args.stand_in else []
+    found = outcome(count, on_rank, *given, timeout=args.timeout, name=name, patience=None, preload=preload)
+    return found if isinstance(found, str) else found[0]
 
 
 def summed(found: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -209,19 +209,18 @@ SECTIONS: dict[str, tuple[str, Callable[[Records], str]]] = {
 }  # fmt: skip
 
 
-Words = Callable[[dict[str, Any]], str]
 Length = Callable[[dict[str, Any]], float]
-# section -> (labels of bars, lengths of bars, title)
-BARS: dict[str, tuple[Words, Length, str]] = {
-    "kernels": (lambda x: f"{x['contender']}, {x['tokens']:,}, {x['way']}", lambda x: x["flops"] / x["ceiling"],
+# section -> (fields that label bars, lengths of bars, title)
+BARS: dict[str, tuple[tuple[str, ...], Length, str]] = {
+    "kernels": (("contender", "tokens", "way"), lambda x: x["flops"] / x["ceiling"],
                 "causal attention, share of a product of large matrices"),
-    "ranks": (lambda x: f"{x['contender']}, {x['tokens']:,}, {x['way']}", lambda x: x["efficiency"],
+    "ranks": (("contender", "tokens", "way"), lambda x: x["efficiency"],
               "a rank's part: 1 / ranks of a dense call's time over its own"),
-    "checkpoints": (lambda x: f"{x['tokens']:,} tokens", lambda x: x["speedup"], "plain checkpoints' time over ours"),
-    "longest": (lambda x: x["feature"], lambda x: x["tokens"], "longest sequence, tokens"),
-    "reach": (lambda x: f"{x['ranks']} ranks", lambda x: x["tokens"], "longest sequence of several ranks, tokens"),
-    "overlap": (lambda x: x["contender"], lambda x: x["to_first"], "attention, the first's time over it"),
-    "step": (lambda x: x["contender"], lambda x: x["tokens"] / x["seconds"], "a training step, tokens/s"),
+    "checkpoints": (("tokens",), lambda x: x["speedup"], "plain checkpoints' time over ours"),
+    "longest": (("feature",), lambda x: x["tokens"], "longest sequence, tokens"),
+    "reach": (("ranks",), lambda x: x["tokens"], "longest sequence of several ranks, tokens"),
+    "overlap": (("contender",), lambda x: x["to_first"], "attention, the first's time over it"),
+    "step": (("contender",), lambda x: x["tokens"] / x["seconds"], "a training step, tokens/s"),
 }  # fmt: skip
 
 
@@ -234,8 +233,9 @@ def chart(found: Found, file: Path) -> None:
     figure = new_figure(9, sum(1 + len(rows) / 4 for rows in drawn.values()) or 1)
     axes = figure.subplots(max(1, len(drawn)), squeeze=False, height_ratios=[4 + len(x) for x in drawn.values()] or [1])
     for (name, rows), (its,) in zip(drawn.items(), axes, strict=False):
-        words, length, title = BARS[name]
-        bars = its.barh([words(one) for one in rows], [length(one) for one in rows])
+        fields, length, title = BARS[name]
+        words = ([one[f] if isinstance(one[f], str) else f"{one[f]:,} {f}" for f in fields] for one in rows)
+        bars = its.barh([*map(", ".join, words)], [length(one) for one in rows])
         its.bar_label(bars, [number(length(one)) for one in rows], padding=3)
         its.margins(x=0.12)
         its.invert_yaxis()

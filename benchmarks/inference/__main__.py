@@ -26,36 +26,29 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Iterator
-from typing import Any
 
 from benchmarks import contenders, tables
-from benchmarks.cluster import net
-from benchmarks.cluster import ranks as on_ranks
-from benchmarks.inference.ranks import GATHERING, ONE, TRAINING, Make, build, decode, prefill
-from benchmarks.turns import in_turns
-from tests.launch import PRELOAD
+from benchmarks.inference.ranks import GATHERING, ONE, TRAINING, Make, decode, prefill, take_turns
+from tests.launch import on_ranks
 
 FIRST_TOKEN = ["ranks", "prompt", "contender", "ms", "to one rank", "spread", "to training's forward", "spread"]
 TOKEN = ["ranks", "cache", "contender", "ms a token", "to one rank", "spread"]
 
 
 def main() -> None:
-    on_ranks.end_by_exit()
     args = arguments()
     names = [ONE, *(spec.name for spec in args.contenders), GATHERING]
     print(f"\n{title(args)}\n", flush=True)
-    tables.head(*FIRST_TOKEN)
-    for world, prompt in itertools.product(args.ranks, args.prompt):
-        found = measure(args, world, prefill, [*names, TRAINING], prompt)
-        for line in lines(world, prompt, found, ONE, TRAINING):
-            tables.row(*line)
-    print()
-    tables.head(*TOKEN)
-    for world, cache in itertools.product(args.ranks, args.cache):
-        found = measure(args, world, decode, [*names[:2], GATHERING], cache)
-        took = {name: [seconds / args.tokens for seconds in turns] for name, turns in found.items()}
-        for line in lines(world, cache, took, ONE):
-            tables.row(*line)
+    parts = [(prefill, args.prompt, [*names, TRAINING], 1, FIRST_TOKEN, (ONE, TRAINING)),
+             (decode, args.cache, [*names[:2], GATHERING], args.tokens, TOKEN, (ONE,))]  # fmt: skip
+    for make, lengths, contending, tokens, columns, others in parts:
+        tables.head(*columns)
+        for world, length in itertools.product(args.ranks, lengths):
+            found = measure(args, world, make, contending, length)
+            took = {name: [seconds / tokens for seconds in turns] for name, turns in found.items()}
+            for line in lines(world, length, took, *others):
+                tables.row(*line)
+        print()
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -71,17 +64,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, world: int, make: Make, names: list[str], length: int) -> dict[str, list[float]]:
     """Return the seconds of each contender's turns on new ranks. Raise ArithmeticError if generated tokens differ."""
-    args = argparse.Namespace(**vars(args) | {"world": world, "ranks_per_node": world})
-    given: dict[str, list[Any]] = {name: [] for name in names}
-    with net.Network(1, "1mbit") as network, on_ranks.started(args, network, PRELOAD) as ranks:
-        on_ranks.call(ranks, build, args, make, names, length)
-
-        def clock(name: str) -> float:
-            turn = on_ranks.turn(ranks, names.index(name))
-            given[name].append(turn.found)
-            return turn.seconds
-
-        found = in_turns({name: name for name in names}, args.rounds, clock)
+    found, given = on_ranks(world, take_turns, args, make, names, length, timeout=3600, patience=args.patience)[0]
     for name in names:
         if name != TRAINING and given[name] != given[ONE]:
             raise ArithmeticError(f"{name} must give the tokens of one rank, {given[ONE]}; gave {given[name]}")

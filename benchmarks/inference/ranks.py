@@ -16,27 +16,33 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 import hf_integration
-from benchmarks.cluster.ranks import STEPS
 from benchmarks.contenders import parse
 from benchmarks.memory.ranks import Model
+from benchmarks.turns import Step, in_turns, together
 from ds_seqpar.core.compiler.sharding.layout import Run
 from hf_integration.generation.cache import BLOCK, Row, kept_of
 
-Make = Callable[..., Callable[[], Any]]  # (arguments, model, contender, length) -> step
+Make = Callable[..., Step]  # (arguments, model, contender, length) -> step
 ONE, GATHERING, TRAINING = "one rank", "gathering", "training's forward"
 
 
-def build(args: argparse.Namespace, make: Make, names: list[str], length: int) -> None:
-    """Create the step of each contender."""
+def take_turns(
+    args: argparse.Namespace, make: Make, names: list[str], length: int
+) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:
+    """Return, by contender, the seconds of each turn, and what each turn generated."""
     sizes = {field.name: getattr(args, field.name) for field in dataclasses.fields(Model) if field.name in args}
     model = Model(**sizes).make().eval()
     model.generation_config.eos_token_id = None
+    steps, given = {}, {name: list[Any]() for name in names}
     for name in names:
         its = twin(model)
         if name != ONE and not (name == GATHERING and make is decode):
-            spelled = {GATHERING: f"attention2d={args.world},1", TRAINING: names[1]}.get(name, name)
-            hf_integration.share_sequences(its, size=args.world, **parse(spelled).section)
-        STEPS.append(make(args, its, name, length))
+            spelled = {GATHERING: f"attention2d={dist.get_world_size()},1", TRAINING: names[1]}.get(name, name)
+            hf_integration.share_sequences(its, size=dist.get_world_size(), **parse(spelled).section)
+        waits = name == ONE and dist.get_rank()
+        step = (lambda: None) if waits else make(args, its, name, length)
+        steps[name] = lambda step=step, found=given[name]: found.append(step())
+    return in_turns(steps, args.rounds, together()), given
 
 
 def twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -44,7 +50,7 @@ def twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def prefill(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length: int) -> Callable[[], Any]:
+def prefill(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length: int) -> Step:
     ids = tokens(args, length)
     if name == TRAINING:
         sp = hf_integration.patched_with(model)
@@ -56,12 +62,10 @@ def prefill(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length
             model.eval()
 
         return train
-    return alone(name, lambda: model.generate(ids, max_new_tokens=1, do_sample=False, use_cache=True)[0, -1].item())
+    return lambda: model.generate(ids, max_new_tokens=1, do_sample=False, use_cache=True)[0, -1].item()
 
 
-def decode(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length: int) -> Callable[[], Any]:
-    if name == ONE and dist.get_rank():
-        return lambda: None
+def decode(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length: int) -> Step:
     cache = filled(args, model, name, length)
     ids = tokens(args, length + 1)  # the last token is not yet in the cache
 
@@ -74,18 +78,13 @@ def decode(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length:
     return step
 
 
-def alone(name: str, step: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the step, or an empty step on ranks that the contender "one rank" does not use."""
-    return (lambda: None) if name == ONE and dist.get_rank() else step
-
-
 def tokens(args: argparse.Namespace, length: int) -> Tensor:
     return torch.randint(args.vocab, (1, length), generator=torch.Generator().manual_seed(1))
 
 
 def filled(args: argparse.Namespace, model: LlamaForCausalLM, name: str, length: int) -> DynamicCache:
     """Return a cache of `length` random tokens: this rank's part, or all tokens for the contender "one rank"."""
-    world, rank = (1, 0) if name == ONE else (args.world, dist.get_rank())
+    world, rank = (1, 0) if name == ONE else (dist.get_world_size(), dist.get_rank())
     shape = (2, 1, args.kv_heads, length, args.hidden // args.heads)
     layers = (torch.randn(shape, generator=torch.Generator().manual_seed(index)) for index in range(args.layers))
     parts = ((keys[:, :, rank::world], values[:, :, rank::world]) for keys, values in layers)

@@ -40,7 +40,7 @@ from ds_seqpar.core.compiler.program.instructions import Product
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
 from ds_seqpar.core.runtime.admit import AttentionOptions, check_inputs
 from ds_seqpar.core.runtime.call import CallSettings
-from ds_seqpar.core.runtime.kernels import KERNELS, Kernel, Scores
+from ds_seqpar.core.runtime.kernels import KERNELS, Scores
 from ds_seqpar.core.runtime.runtime import Runtime
 from ds_seqpar.guards import agreement as agreements
 from ds_seqpar.guards import watchdog
@@ -84,59 +84,31 @@ def one_rank(tokens: int, heads: int, dtype: str, calls: int) -> Rows:
     }
     warm = max(1, calls // 10)
     found = in_turns(rows, calls, lambda run: wall(run, time.process_time), warm)
-    outside = Outside(KERNELS["cpu_flash"])
+    kernel, inside = KERNELS["cpu_flash"], Inside(time.process_time)
+    for name in ("forward", "backward"):
+        setattr(kernel, name, inside.counting(getattr(kernel, name)))
+    outside = lambda: time.process_time() - inside.seconds  # noqa: E731
     last = {"attention, but for its kernel": rows["attention"]}
     return found | in_turns(last, calls, lambda run: wall(run, outside), warm)
 
 
-class Outside:
-    """A clock of processor time that is stopped inside a kernel."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.inside = 0.0
-        for name in ("forward", "backward"):
-            setattr(kernel, name, self.stopping(getattr(kernel, name)))
-
-    def __call__(self) -> float:
-        return time.process_time() - self.inside
-
-    def stopping(self, function: Callable) -> Callable:
-        def run(*args: object) -> object:
-            began = time.process_time()
-            result = function(*args)
-            self.inside += time.process_time() - began
-            return result
-
-        return run
-
-
 def agreement(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
     for ranks in (2, 4, 16):
-        for rows in (comparing, attending):
-            yield f"{ranks} ranks", on_ranks(ranks, rows, args.tokens, args.calls // 3, timeout=600)[0]
+        for rows in on_ranks(ranks, agreeing, args.tokens, args.calls // 3, timeout=600)[0]:
+            yield f"{ranks} ranks", rows
 
 
-def comparing(tokens: int, calls: int) -> Rows:
-    sp, number = shared(), torch.zeros(1, dtype=torch.int64)
-    local, options = blocks(tokens)[:3], AttentionOptions(CAUSAL, None, None, True, False)
-    rows = {
-        "all-reduce of one number": lambda: dist.all_reduce(number, group=sp.groups.control),
-        "agreement": lambda: check_inputs(sp.runtime, local, options),
-    }
-    return in_turns(rows, calls, warm=max(1, calls // 10))
-
-
-def attending(tokens: int, calls: int) -> Rows:
-    sp, local = shared(), blocks(tokens)[:3]
-    rows: dict[str, Step] = {
-        "attention, agreed before": lambda: sp.attention_agreed(*local, AttentionOptions(CAUSAL, None, None)),
-        "attention": lambda: sp.attention(*local),
-    }
-    return in_turns(rows, calls, warm=max(1, calls // 10))
-
-
-def shared() -> SequenceParallel:
-    return SequenceParallel(SequenceParallelConfig(size=dist.get_world_size(), ulysses=1))
+def agreeing(tokens: int, calls: int) -> list[Rows]:
+    sp = SequenceParallel(SequenceParallelConfig(size=dist.get_world_size(), ulysses=1))
+    number, local = torch.zeros(1, dtype=torch.int64), blocks(tokens)[:3]
+    agreed, options = AttentionOptions(CAUSAL, None, None), AttentionOptions(CAUSAL, None, None, True, False)
+    pairs: list[dict[str, Step]] = [
+        {"all-reduce of one number": lambda: dist.all_reduce(number, group=sp.groups.control),
+         "agreement": lambda: check_inputs(sp.runtime, local, options)},
+        {"attention, agreed before": lambda: sp.attention_agreed(*local, agreed),
+         "attention": lambda: sp.attention(*local)},
+    ]  # fmt: skip
+    return [in_turns(rows, calls, warm=max(1, calls // 10)) for rows in pairs]
 
 
 def trust(args: argparse.Namespace) -> Iterator[tuple[str, Rows]]:

@@ -40,17 +40,14 @@ import itertools
 import math
 import random
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from benchmarks import tables
+from benchmarks import runner, tables
 from benchmarks.cluster import net
-from benchmarks.cluster import ranks as on_ranks
 from benchmarks.lengths.ranks import Pack, build, real
 from benchmarks.memory.ranks import Model as Small
-from benchmarks.turns import order
+from benchmarks.turns import in_turns
 from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.data import placing
 from ds_seqpar.data.dealing import deal, most
@@ -58,7 +55,7 @@ from ds_seqpar.planner.estimate import Work
 from ds_seqpar.planner.lengths import Costs
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.request import Job, Model
-from tests.launch import on_ranks as launched
+from tests.launch import Ranks, on_ranks
 
 # (quantile -> maximum tokens; number of samples in a step)
 KINDS: dict[str, tuple[dict[float, int], int]] = {
@@ -71,18 +68,17 @@ MODEL = Model(
     hidden=2048, intermediate=8192, layers=1, heads=32, kv_heads=8, head_dim=64, vocab=1, parameters=1,
     layer_parameters=1,
 )  # fmt: skip
+SMALL = dataclasses.replace(MODEL, hidden=256, intermediate=1024, layers=2, heads=8, kv_heads=4, head_dim=32, vocab=256)
 LINKS = {"400 Gb/s": 45e9, "100 Gb/s": 11e9}  # bytes/s per rank
 COLUMNS = ["samples", "link", "contender", "ratio", "s", "work", "groups", "MB", "cut", "Ulysses"]
 
 
 def main() -> None:
-    on_ranks.end_by_exit()
+    runner.end_by_exit()
     parser = tables.parser(__doc__, kinds=list(KINDS), links=list(LINKS), machine="h100-ib", slower=1000, thinner=8,
                            rounds=1, real=False, scale=16, patience=300.0)  # fmt: skip
     args = parser.parse_args()
-    tables.head(*COLUMNS)
-    for cells in really(args) if args.real else emulated(args):
-        tables.row(*cells)
+    tables.stream(COLUMNS, really(args) if args.real else emulated(args))
 
 
 def samples(kind: str, times: int = 1, scale: int = 1, count: int = 0) -> list[int]:
@@ -117,13 +113,10 @@ def contenders(lengths: Sequence[int], costs: Costs) -> dict[str, list[Pack]]:
     if max(lengths) > CAP:
         found["a: one sample a group"] = [Pack((-(-n // RANKS) * RANKS,), RANKS) for n in lengths]
     else:
-        found["a, of one rank"] = [
-            Pack(tuple((n,) for n in lengths[at : at + RANKS])) for at in range(0, len(lengths), RANKS)
-        ]
-        dealt = deal(lengths, of, RANKS, CAP)
-        found["c: data parallel"] = [
-            Pack(tuple(tuple(lengths[x] for x in pack) for pack in row)) for row in zip(*dealt, strict=True)
-        ]
+        dealt = zip(*deal(lengths, of, RANKS, CAP), strict=True)
+        every = (lengths[at : at + RANKS] for at in range(0, len(lengths), RANKS))
+        found["a, of one rank"] = [Pack(tuple((n,) for n in some)) for some in every]
+        found["c: data parallel"] = [Pack(tuple(tuple(lengths[x] for x in pack) for pack in row)) for row in dealt]
     found["b: packs, Ulysses 8"] = [Pack(pack, RANKS) for pack in packs]
     found["ours"] = [as_sent(pack) for pack in costs.packed(lengths, 1).packs[0]]
     return found
@@ -141,7 +134,7 @@ def emulated(args: argparse.Namespace) -> Iterator[list[object]]:
     rates = {link: f"{LINKS[link] * 8 / args.slower / args.thinner / 1e3:.0f}kbit" for link in args.links}
     config = SequenceParallelConfig(size=RANKS, tokens_per_rank=CAP).resolve(RANKS, (MODEL.heads, MODEL.kv_heads))
     heads = MODEL.heads, MODEL.kv_heads, MODEL.head_dim // args.thinner
-    with net.Network(RANKS, rates[args.links[0]]) as network, on_ranks.started(args, network) as ranks:
+    with net.Network(RANKS, rates[args.links[0]]) as network, runner.started(args, network) as ranks:
         for kind, link in itertools.product(args.kinds, args.links):
             network.limit(rates[link])
             wire = dataclasses.replace(machine.between, rate=LINKS[link])
@@ -149,43 +142,35 @@ def emulated(args: argparse.Namespace) -> Iterator[list[object]]:
             lengths, work = samples(kind), Work(*(args.slower * x for x in costs.work))
             rows = contenders(lengths, costs)
             sizes = {pack.ulysses for packs in rows.values() for pack in packs} - {0}
-            on_ranks.call(ranks, build, [*rows.values()], work, heads, sorted(sizes))
-            seconds: dict[str, list[float]] = {name: [] for name in rows}
-            others: dict[str, list[object]] = {}
-            for turn in range(args.rounds):
-                for index in order(len(rows), turn):
-                    name = [*rows][index]
-                    found, out, _ = on_ranks.carried(
-                        ranks, network, lambda i=index: on_ranks.call(ranks, on_ranks.one_turn, i, time.monotonic())
-                    )
-                    took, slept = zip(*found, strict=True)
-                    seconds[name].append(max(took))
-                    others[name] = [f"{most(slept):.3f}", f"{max(out) / 1e6:.1f}"]
-                    tables.say(f"{kind}, {link}, {name}: {max(took):.2f} s, of which {max(slept):.2f} computing")
-            yield from cells(kind, link, rows, seconds, others, costs.packed(samples(kind, 4), 4).of_groups)
+            runner.call(ranks, build, [*rows.values()], work, heads, sorted(sizes))
+            seconds, measured = take_turns(ranks, network, f"{kind}, {link}", [*rows], args.rounds)
+            groups = f"{costs.packed(samples(kind, 4), 4).of_groups:.3f}"
+            for (name, packs), times in zip(rows.items(), ratios(seconds), strict=True):
+                sizes = Counter(pack.ulysses for pack in packs)
+                by_size = ", ".join(f"{size}: {count}" for size, count in sorted(sizes.items()) if size)
+                (spread, sent), of_groups = measured[name], groups if name == "ours" else ""
+                yield [kind, link, name, *times, spread, of_groups, sent, sum(map(cuts, packs)), by_size]
 
 
-def cells(kind: str, link: str, rows: Any, seconds: Any, others: Any, groups: float) -> Iterator[list[object]]:
-    middle = {name: statistics.median(found) for name, found in seconds.items()}
-    first = next(iter(middle.values()))
-    for name, packs in rows.items():
-        work, sent = others[name]
-        sizes = Counter(pack.ulysses for pack in packs)
-        by_size = ", ".join(f"{size}: {count}" for size, count in sorted(sizes.items()) if size)
-        of_groups = f"{groups:.3f}" if name == "ours" else ""
-        cut = sum(cuts(pack) for pack in packs)
-        yield [
-            kind,
-            link,
-            name,
-            f"{first / middle[name]:.2f}",
-            f"{middle[name]:.2f}",
-            work,
-            of_groups,
-            sent,
-            cut,
-            by_size,
-        ]
+def take_turns(
+    ranks: Ranks, network: net.Network, what: str, names: Sequence[str], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[str]]]:
+    """Return, by contender, the seconds of each round, and the last round's two cells about work and bytes."""
+    cells: dict[str, list[str]] = {}
+
+    def clock(name: str) -> float:
+        (took, slept), out, _ = runner.carried(ranks, network, lambda: runner.together(ranks, names.index(name)))
+        cells[name] = [f"{most(slept):.3f}", f"{max(out) / 1e6:.1f}"]
+        tables.say(f"{what}, {name}: {took:.2f} s, of which {max(slept):.2f} computing")
+        return took
+
+    return in_turns({name: name for name in names}, rounds, clock, warm=0), cells
+
+
+def ratios(seconds: dict[str, list[float]]) -> list[list[str]]:
+    """Return two cells for each contender: the first contender's median relative to its own, and its own median."""
+    medians = [*map(statistics.median, seconds.values())]
+    return [[f"{medians[0] / one:.2f}", f"{one:.2f}"] for one in medians]
 
 
 def cuts(pack: Pack) -> int:
@@ -197,35 +182,14 @@ def cuts(pack: Pack) -> int:
 def really(args: argparse.Namespace) -> Iterator[list[object]]:
     model = Small(vocab=256, hidden=256, intermediate=1024, layers=2, heads=8, kv_heads=4)
     for kind in args.kinds:
-        lengths, cap = samples(kind, 1, args.scale), CAP * RANKS // 2 // args.scale
-        if kind == "uniform":
-            cap = CAP // args.scale
-        costs = Costs.of(
-            SequenceParallelConfig(size=1).resolve(1, (8, 4)),
-            Job(
-                model=Model(
-                    hidden=256,
-                    intermediate=1024,
-                    layers=2,
-                    heads=8,
-                    kv_heads=4,
-                    head_dim=32,
-                    vocab=256,
-                    parameters=1,
-                    layer_parameters=1,
-                ),
-                dtype="float32",
-            ),
-            2,
-            Machine.load("cpu"),
-        )
+        lengths, cap = samples(kind, 1, args.scale), CAP * (1 if kind == "uniform" else RANKS // 2) // args.scale
+        config, job = SequenceParallelConfig(size=1).resolve(1, (8, 4)), Job(model=SMALL, dtype="float32")
+        costs = Costs.of(config, job, 2, Machine.load("cpu"))
         dealt = deal(lengths, [costs.seconds([n]) for n in lengths], 2, cap) if max(lengths) <= cap else [[], []]
         flat = [[x for pack in packs for x in pack] for packs in dealt]
-        found = launched(2, real, model, lengths, cap, flat, args.rounds, timeout=1800)[0]
-        middle = {name: statistics.median(seconds) for name, seconds in found.items()}
-        first = next(iter(middle.values()))
-        for name, seconds in middle.items():
-            yield [kind, "2 ranks", name, f"{first / seconds:.2f}", f"{seconds:.2f}", "", "", "", "", ""]
+        found = on_ranks(2, real, model, lengths, cap, flat, args.rounds, timeout=1800)[0]
+        for name, times in zip(found, ratios(found), strict=True):
+            yield [kind, "2 ranks", name, *times, *[""] * 5]
 
 
 if __name__ == "__main__":

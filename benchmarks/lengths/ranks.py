@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.cluster.ranks import STEPS
 from benchmarks.memory.ranks import Model
+from benchmarks.runner import STEPS
 from benchmarks.turns import in_turns, together
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.core.compiler.program.instructions import Product
@@ -108,9 +108,8 @@ class Step:
             each = [sum(own) for own in documents]
             documents = tuple(itertools.chain(*documents))
             starts = [0, *itertools.accumulate(each)]
-            sp.sharding.shards_of[documents] = UnevenShards(
-                [(Run(*x),) for x in zip(starts, [1] * len(each), each, strict=False)]
-            )
+            runs = [(Run(start, 1, count),) for start, count in zip(starts, each, strict=False)]
+            sp.sharding.shards_of[documents] = UnevenShards(runs)
         is_shared, placement = documents is pack.lengths, sp.place(sum(documents), documents)
         tokens = len(sp.position_ids(sum(documents), placement))
         q, k, v = (torch.zeros(1, tokens, n, dim, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
@@ -133,10 +132,8 @@ def build(steps: Sequence[Sequence[Pack]], work: Work, heads: tuple[int, int, in
             config = SequenceParallelConfig(size=dist.get_world_size(), ulysses=ulysses, kernel="nothing")
             BY_ULYSSES[ulysses] = SequenceParallel(config)
             BY_ULYSSES[ulysses].runtime.guards.clear()  # skip comparisons on hosts, which run ahead of accelerators
-        BY_ULYSSES[ulysses].runtime.observers[:] = [
-            *(x for x in BY_ULYSSES[ulysses].runtime.observers if not isinstance(x, Clock)),
-            clock,
-        ]
+        others = [x for x in BY_ULYSSES[ulysses].runtime.observers if not isinstance(x, Clock)]
+        BY_ULYSSES[ulysses].runtime.observers[:] = [*others, clock]
     STEPS[:] = [Step(packs, clock, heads) for packs in steps]
 
 
@@ -148,7 +145,6 @@ def real(model: Model, lengths: Sequence[int], cap: int, dealt: Sequence[Sequenc
     rank, size = dist.get_rank(), dist.get_world_size()
     ids = [model.tokens(n) for n in lengths]
     data = [{"input_ids": x[0], "labels": x[0]} for x in ids]
-    steps = {}
 
     def fixed() -> None:
         for x in ids:  # pad to a multiple of the group

@@ -20,14 +20,13 @@ import os
 import random
 import statistics
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_seqpar
 from benchmarks import tables
+from benchmarks.memory.ranks import Model, memory
 from tests.launch import on_engine_ranks
 
 COLUMNS = "steps", "MiB", "handles", "threads", "objects", "shared files"
@@ -47,24 +46,16 @@ def main() -> None:
         part = slice(stretch * each, (stretch + 1) * each)
         of_ranks = [[statistics.median(column) for column in zip(*found[part], strict=True)] for found in by_rank]
         rows.append([max(column) for column in zip(*of_ranks, strict=True)])
-        tables.row(
-            f"{10 * stretch * each} to {10 * (stretch + 1) * each}", f"{rows[-1][0]:.1f}", *map(int, rows[-1][1:])
-        )
-    last, second = rows[-1], rows[1]
-    tables.row(
-        "grows", f"{last[0] - second[0]:+.1f}", *(f"{int(a - b):+}" for a, b in zip(last[1:], second[1:], strict=True))
-    )
+        steps = f"{10 * stretch * each} to {10 * (stretch + 1) * each}"
+        tables.row(steps, f"{rows[-1][0]:.1f}", *map(int, rows[-1][1:]))
+    grown = [a - b for a, b in zip(rows[-1], rows[1], strict=True)]
+    tables.row("grows", f"{grown[0]:+.1f}", *(f"{int(x):+}" for x in grown[1:]))
 
 
 def train(args: argparse.Namespace) -> list[Numbers]:
     """Return the memory and object counts of this rank after every tenth step."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4,
-    ))  # fmt: skip
-    section: dict[str, Any] = {"size": args.ranks, "ulysses": args.ulysses, "schedule": args.schedule}
-    section |= {"check_finite": args.check_finite} if args.check_finite else {}
+    model = Model(vocab=256, hidden=64, intermediate=128, heads=8, kv_heads=4).make()
+    section = {name: getattr(args, name) for name in ("ulysses", "schedule", "check_finite")} | {"size": args.ranks}
     engine, *_ = ds_seqpar.initialize(model=model, config={
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": args.accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
@@ -112,10 +103,8 @@ def batch_of(draw: random.Random, most: int) -> dict[str, torch.Tensor]:
 
 def numbers() -> Numbers:
     gc.collect()
-    with open("/proc/self/status") as file:
-        resident = next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
     handles, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
-    return resident / 1024, handles, threads, len(gc.get_objects()), len(os.listdir("/dev/shm"))
+    return memory("VmRSS") / 2**20, handles, threads, len(gc.get_objects()), len(os.listdir("/dev/shm"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compare the predicted memory of a training step with the measured memory, for the rank that uses most.
 
-    python -m benchmarks.memory.footprint --lengths 4096,8192 --vocab 16384 -- u4 u2/ring ring attention2d
+    python -m benchmarks.memory.footprint --lengths 4096 8192 --vocab 16384 -- u4 u2/ring ring attention2d
     python -m benchmarks.memory.footprint -- u4+mlp_tiles=8+loss_tiles=8 u4+checkpointing=false
     python -m benchmarks.memory.footprint --zero stage=2 --zero 'offload_optimizer={"device": "cpu"}'
 
@@ -16,7 +16,7 @@ import os
 from typing import Any
 
 from benchmarks import contenders, tables
-from benchmarks.memory import peers
+from benchmarks.memory import peers, ranks
 from ds_seqpar.base.hosts import this_host
 from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.deepspeed.config import DeepSpeedJson
@@ -24,14 +24,14 @@ from ds_seqpar.planner.auto import resolve_with_plan
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import Job, TrainingStep
 from ds_seqpar.planning import detected_machine
+from hf_integration.look.sizes import config_sizes
+from tests.launch import on_ranks
 
 MIB = 2**20
 
 
 def measured(model: Any, options: dict[str, Any], seq: int) -> tuple[int, dict[str, int]]:
     """Return, on a rank, (bytes of all tensors between steps, peak bytes created by the third step, by phase)."""
-    from benchmarks.memory import ranks
-
     step = ranks.made(model, "ours", options, seq)
     for _ in range(2):
         step()
@@ -41,10 +41,7 @@ def measured(model: Any, options: dict[str, Any], seq: int) -> tuple[int, dict[s
 
 def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> TrainingStep:
     """Return the planner's description of the step of a contender in `memory.ranks`."""
-    from benchmarks.memory.ranks import divided
-    from hf_integration.look.sizes import config_sizes
-
-    local, section = divided(options, seq)
+    local, section = ranks.divided(options, seq)
     trained: Any = {
         "model": config_sizes(model.config), "seq": seq, "dtype": "bfloat16" if model.bf16 else "float32",
         "zero": DeepSpeedJson.read(model.settings()).known.zero_optimization, "checkpointing": local["checkpointing"],
@@ -59,21 +56,20 @@ def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> Traini
 
 
 def main() -> None:
-    parser = tables.parser(__doc__, lengths="4096,8192", ranks=4)
+    parser = tables.parser(__doc__, lengths=[4096, 8192], ranks=4)
     contenders.add(parser, "u4", "u2/ring", "ring", "attention2d")
     peers.model_options(parser, vocab=16384, hidden=256, intermediate=1024, layers=3, heads=8, kv_heads=4)
     args = parser.parse_args()
     os.environ.update(peers.MALLOC, PYTHONWARNINGS="ignore")
-    from tests.launch import on_ranks
 
     model = peers.Bench(args).model
     print(f"{args.ranks} ranks, {model}\n")
     tables.head("contender", "tokens", "MiB", "predicted", "measured", "error")
-    for seq in map(int, args.lengths.split(",")):
+    for seq in args.lengths:
         for spec in args.contenders:
             said = footprint(step_of(model, spec.section, seq, args.ranks))
-            ranks = on_ranks(args.ranks, measured, model, spec.section, seq, timeout=900)
-            resting, phases = max(ranks, key=lambda one: max(one[1].values()))
+            by_rank = on_ranks(args.ranks, measured, model, spec.section, seq, timeout=900)
+            resting, phases = max(by_rank, key=lambda one: max(one[1].values()))
             host = said.host.total - said.host.bytes_by_item.get("rounding", 0)  # CPUs have no pinned memory
             rows = [("between steps", said.resting.total + host, resting)]
             for phase, made in phases.items():

@@ -13,8 +13,7 @@ those of the first contender, to 1e-3 (bf16: 2e-2). Two peers are available:
 
 - plain: every rank has the whole sequence, so the total number of tokens is multiplied by the number of ranks.
 - deepspeed: DeepSpeed's recipe (`memory.ranks.alst`), with logits in tiles of 64 MiB. The recipe's own 1 GiB is meant
-  for larger machines (`deepspeed+tile_bytes=1073741824`). With `deepspeed+upipe=2`, attention is computed in two head
-  chunks, as in UPipe (`memory.chunked_by_heads`).
+  for larger machines (`deepspeed+tile_bytes=1073741824`).
 
 Figures are the maximum over ranks. --by selects the measure:
 
@@ -32,7 +31,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
+import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +41,9 @@ from typing import Any
 
 from benchmarks import contenders, tables
 from benchmarks.contenders import Spec, setting
+from benchmarks.memory.ranks import OVER as CODE
+from benchmarks.memory.ranks import Model, made, measure
+from tests.launch import PRELOAD, Ranks
 
 # settings of glibc: return freed blocks at once. Read at the start of the process that forks ranks
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -48,7 +52,9 @@ OVER = "more than"  # prefix for a run stopped by --limit
 
 
 def main() -> None:
-    mode, args = tables.mode(__doc__, {"speed": speed, "longest": longest}), arguments(sys.argv[2:])
+    first = tables.parser(__doc__)
+    first.add_argument("mode", choices=[*MODES])
+    mode, args = MODES[first.parse_args(sys.argv[1:2]).mode], arguments(sys.argv[2:])
     os.environ.update({} if mode is speed else MALLOC, PYTHONWARNINGS="ignore")
     bench = Bench(args)
     print(f"\n{args.ranks} ranks, {bench.model}\n", flush=True)
@@ -58,7 +64,7 @@ def main() -> None:
 def arguments(given: list[str]) -> argparse.Namespace:
     parser = tables.parser(__doc__)
     contenders.add(parser, "deepspeed", "u4", "u2/ring")
-    tables.add(parser, lengths="8192,16384", ranks=4, steps=3, rounds=2, by=("rss", "tensors"), most=2**19,
+    tables.add(parser, lengths=[8192, 16384], ranks=4, steps=3, rounds=2, by=("rss", "tensors"), most=2**19,
                resolution=2048, timeout=900)  # fmt: skip
     parser.add_argument("--budget", type=size, default=size("2.5GiB"), help="bytes a rank, for `longest`")
     parser.add_argument("--limit", type=size, default=size("5GiB"), help="RSS at which a rank ends")
@@ -80,24 +86,25 @@ def size(text: str) -> int:
     return int(text)
 
 
+def kind_of(spec: Spec) -> tuple[str, dict[str, Any]]:
+    """Return the name and options of a contender in `memory.ranks.made`."""
+    return spec.peer or "ours", {**({"tiled_mlp": True} if spec.peer == "deepspeed" else {}), **spec.section}
+
+
 class Bench:
     """Measures contenders, and compares each with the first."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from benchmarks.memory import ranks  # imports DeepSpeed
-
-        self.args, self.on_ranks = args, ranks
-        self.model = ranks.Model(**{field.name: getattr(args, field.name) for field in dataclasses.fields(ranks.Model)})
+        self.args = args
+        self.model = Model(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Model)})
         self.first: dict[int, tuple[Any, ...]] = {}  # length -> contender, losses, norms
         self.tolerance = 2e-2 if args.bf16 else 1e-3
 
     def run(self, spec: Spec, seq: int, *, timed: int, follow: bool) -> list[Any] | str:
         """Return the figures of every rank, or the reason why figures are missing."""
-        options = {**({"tiled_mlp": True} if spec.peer == "deepspeed" else {}), **spec.section}
-        args = self.model, spec.peer or "ours", options, seq, timed, follow, self.args.limit
-        found = figures(
-            self.args.ranks, self.on_ranks.measure, *args, timeout=self.args.timeout, name=f"{spec.name}, {seq} tokens"
-        )
+        name, args = f"{spec.name}, {seq} tokens", self.args
+        make = functools.partial(made, self.model, *kind_of(spec), seq)
+        found = outcome(args.ranks, measure, make, timed, follow, args.limit, timeout=args.timeout, name=name)
         if not isinstance(found, str):
             self.check(spec.name, seq, found[0].losses, found[0].norms)
         return found
@@ -109,23 +116,25 @@ class Bench:
             raise SystemExit(f"{other} and {name}, {seq} tokens: {wrong}")
 
 
-def figures(world: int, function: Callable[..., Any], *args: Any, timeout: float, name: str) -> list[Any] | str:
-    """Return the results of a function on every rank, or the reason why results are missing.
+def outcome(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float, name: str, patience: float | None = 60,
+    preload: list[str] = PRELOAD,
+) -> list[Any] | str:  # fmt: skip
+    """Return the results of a function on newly started ranks, or the reason why results are missing.
 
     The last argument of the function is a memory limit, above which the function exits.
     """
-    from benchmarks.memory.ranks import OVER as CODE
-    from tests.launch import on_ranks
-
-    found = on_ranks(world, function, *args, timeout=timeout, check=False)
-    failed = [one for one in found if isinstance(one, tuple)]
-    if any(one[1] == f"exit code {CODE}" for one in failed):
+    with Ranks(world, patience, preload) as ranks:
+        results, errors = ranks.call(function, *args, timeout=timeout)
+    if not errors:
+        return [results[rank] for rank in range(world)]
+    if any(said == f"exit code {CODE}" for _, said, _ in errors.values()):
         return f"{OVER} {args[-1] / 2**30:.3g} GiB"
-    if failed:
-        told = min(failed, key=lambda one: "Connection" in one[1] or "peer" in one[1])
-        tables.say(f"{name}:\n{told[2]}")
-        return f"{told[0]}: {told[1].splitlines()[0] if told[1] else ''}"
-    return found
+    # ranks that were killed, or whose neighbor has ended, say less
+    unsaid = re.compile("^(Hang|Died)|Connection|peer")
+    kind, said, trace = min(errors.values(), key=lambda error: bool(unsaid.search(" ".join(error[:2]))))
+    tables.say(f"{name}:\n{trace[-4000:]}")
+    return f"not done after {timeout:g} s" if kind == "Hang" else f"{kind}: {said.partition(chr(10))[0][:200]}"
 
 
 def unlike(right: Sequence[Sequence[float]], found: Sequence[Sequence[float]], tolerance: float) -> str | None:
@@ -144,7 +153,7 @@ MEASURES: dict[str, Callable[[Any], int]] = {
 def speed(bench: Bench, args: argparse.Namespace) -> None:
     """Time steps alone, with glibc's own settings. Contenders take turns for `--rounds` rounds."""
     tables.head("contender", "tokens", "s", "to the first")
-    for seq in map(int, args.lengths.split(",")):
+    for seq in args.lengths:
         seconds: dict[str, list[float]] = {spec.name: [] for spec in args.contenders}
         for spec in args.contenders * args.rounds:
             ranks = bench.run(spec, seq, timed=args.steps, follow=False)
@@ -153,9 +162,8 @@ def speed(bench: Bench, args: argparse.Namespace) -> None:
             seconds[spec.name] += [max(turn) for turn in zip(*(one.seconds for one in ranks), strict=True)]
             tables.say(f"{spec.name}, {seq} tokens: {seconds[spec.name][-1]:.2f} s")
         medians = {name: statistics.median(found) for name, found in seconds.items()}
-        first = next(iter(medians.values()))
         for name, found in medians.items():
-            tables.row(name, seq, f"{found:.2f}", f"{found / first:.3f}")
+            tables.row(name, seq, f"{found:.2f}", f"{found / medians[args.contenders[0].name]:.3f}")
 
 
 def longest(bench: Bench, args: argparse.Namespace) -> None:
@@ -217,6 +225,8 @@ def estimate(known: dict[int, int], budget: int, limit: int) -> float:
     a, b = sorted(nearest)
     return a + (budget - known[a]) * (b - a) / max(1, known[b] - known[a])
 
+
+MODES = {"speed": speed, "longest": longest}
 
 if __name__ == "__main__":
     main()

@@ -26,7 +26,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import ds_seqpar
-from benchmarks.memory import chunked_by_heads
 from benchmarks.turns import wall
 from tests.live import Live
 
@@ -45,7 +44,7 @@ Step = Callable[..., tuple[float, float]]  # called with a Mark
 Kind = tuple[Any, Callable[[], Tensor], Callable[[Tensor], float]]  # engine, loss of a rank, mean over ranks
 OVER = 77  # exit code of a rank that exceeded its limit
 # settings of this benchmark; other settings belong to the "sequence_parallel" section
-LOCAL = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26, "upipe": 1}
+LOCAL = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,21 +109,13 @@ class Figures:
     allocated: dict[str, int]
 
 
-def measure(
-    model: Model, kind: str, options: dict[str, Any], seq: int, timed: int, follow: bool, limit: int
-) -> Figures:
-    """Run a warm-up step and `timed` timed steps, and track the tensors of one more step if `follow` is set.
+def measure(make: Callable[[], Step], timed: int, follow: bool, limit: int) -> Figures:
+    """Run a warm-up step and `timed` timed steps of the step that `make` creates, and track the tensors of one more
+    step if `follow` is set.
 
     The peak of RSS is reset before each step. The process exits if RSS exceeds `limit` bytes, before the machine runs
     out of memory.
     """
-    return measured(lambda: made(model, kind, options, seq), timed, follow, limit)
-
-
-def measured(
-    make: Callable[[], Step], timed: int, follow: bool, limit: int, read: Callable[[], float] = time.perf_counter
-) -> Figures:
-    """Measure the step that `make` creates, in the same way as `measure`. `read` returns the time."""
     threading.Thread(target=watch, args=(limit,), daemon=True).start()
     step = make()
     rest, found, seconds, highest = memory("VmRSS"), [], [], 0
@@ -132,7 +123,7 @@ def measured(
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")  # resets VmHWM
         dist.barrier()
-        seconds.append(wall(lambda: found.append(step()), read))
+        seconds.append(wall(lambda: found.append(step())))
         highest = max(highest, memory("VmHWM"))
     losses, norms = map(list, zip(*found, strict=True))
     return Figures(rest, highest, seconds[1:], losses, norms, followed(step) if follow else {})
@@ -227,8 +218,7 @@ def alst(model: Model, llama: Any, local: dict[str, Any], section: dict[str, Any
 
     The setup follows DeepSpeed's tutorial, with tiled MLPs, tiled logits and losses, and reentrant checkpointing.
     Tokens are sharded by hand in the same way as UlyssesSPDataLoaderAdapter. `tile_bytes` is the size of fp32 logits
-    per tile; the recipe's own 1 GiB is meant for GPUs. `upipe` is the number of head chunks (see
-    `memory.chunked_by_heads`).
+    per tile; the recipe's own 1 GiB is meant for GPUs.
 
     TiledFusedLogitsLoss computes the gradient of lm_head's weight during forward, so the loss is divided inside the
     tiles.
@@ -249,8 +239,6 @@ def alst(model: Model, llama: Any, local: dict[str, Any], section: dict[str, Any
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         llama, "sdpa", sequence_parallel_size=world, micro_batch_size=1, seq_length_is_variable=True
     )
-    if local["upipe"] > 1:
-        chunked_by_heads.use(llama, local["upipe"], world)
     llama.forward = inner  # must be called by the engine, so that ZeRO-3 can record the order of parameters
     config = model.settings() | {"sequence_parallel_size": world}
     engine = deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=config, mpu=mpu)[0]

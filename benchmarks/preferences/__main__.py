@@ -1,7 +1,7 @@
 """Time a training step of DPO and GRPO, and measure its memory, with trl on one rank and with shared sequences.
 
     python -m benchmarks.preferences
-    python -m benchmarks.preferences --lengths 4096,8192,16384,32768 --vocabs 32768,131072 --ranks 2,4 --tasks dpo
+    python -m benchmarks.preferences --lengths 4096 8192 16384 32768 --vocabs 32768 131072 --ranks 2 4 --tasks dpo
 
 Ranks are gloo processes of this machine with one thread each, restarted for every measurement. All contenders train the
 same LLaMA with checkpointed layers on the same rows. Losses and gradient norms must equal those of the first contender,
@@ -19,20 +19,24 @@ makes seven copies. The contenders are:
 "MiB" is the peak resident memory during a step (VmHWM, reset before the step), minus the resident memory before the
 first step, for the rank that uses most. A contender stops if one of its ranks exceeds its share of --memory GiB
 (default: the available memory), and its row says so. Seconds are the minimum over --steps steps after a warm-up step,
-for the slowest rank. With fewer cores than ranks, ranks wait for one another; --clock processor then measures a rank's
-processor time.
+for the slowest rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
+
 from benchmarks import tables
-from benchmarks.memory.peers import figures, unlike
+from benchmarks.memory.peers import outcome, unlike
+from benchmarks.memory.ranks import Model, measure
+from benchmarks.preferences.ranks import GATHERING, PARTS, PLAIN, SHARED, made
 
 MIB, GIB = 2**20, 2**30
 COLUMNS = "task", "tokens", "words", "ranks", "contender", "s", "to plain", "MiB a rank", "to plain"
@@ -41,37 +45,32 @@ COLUMNS = "task", "tokens", "words", "ranks", "contender", "s", "to plain", "MiB
 def main() -> None:
     args = arguments()
     os.environ["PYTHONWARNINGS"] = "ignore"
-    tables.head(*COLUMNS)
-    for task, vocab, tokens in itertools.product(args.tasks, numbers(args.vocabs), numbers(args.lengths)):
-        for cells in compared(args, task, vocab, tokens):
-            tables.row(*cells)
+    each = itertools.product(args.tasks, args.vocabs, args.lengths)
+    tables.stream(COLUMNS, itertools.chain.from_iterable(itertools.starmap(functools.partial(compared, args), each)))
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or the words in `given`."""
-    parser = tables.parser(__doc__, tasks=["dpo", "grpo"], lengths="4096", vocabs="32768", ranks="2", share=0.75,
+    parser = tables.parser(__doc__, tasks=["dpo", "grpo"], lengths=[4096], vocabs=[32768], ranks=[2], share=0.75,
                            completions=4, tile=64, steps=1, memory=0.0, timeout=900, hidden=64, intermediate=192,
-                           layers=2, heads=8, kv_heads=4, clock=("wall", "processor"))  # fmt: skip
+                           layers=2, heads=8, kv_heads=4)  # fmt: skip
     args = parser.parse_args(given)
-    args.memory = args.memory or available() / GIB
+    args.memory = args.memory or 0.9 * psutil.virtual_memory().available / GIB
     return args
 
 
 def compared(args: argparse.Namespace, task: str, vocab: int, tokens: int) -> Iterator[list[object]]:
     """Yield a row for each contender. Raises ArithmeticError if the work of contenders differs."""
-    from benchmarks.memory.ranks import Model
-    from benchmarks.preferences.ranks import GATHERING, PARTS, PLAIN, SHARED, measure
-
     model = Model(vocab, args.hidden, args.intermediate, args.layers, args.heads, args.kv_heads)
     shape = 2 if task == "dpo" else args.completions, tokens, tokens - int(args.share * tokens), args.tile
-    contenders = [(1, PLAIN), *itertools.product(numbers(args.ranks), (GATHERING, PARTS, SHARED))]
+    contenders = [(1, PLAIN), *itertools.product(args.ranks, (GATHERING, PARTS, SHARED))]
     first: Any = None
     plain: tuple[float, float] | None = None
     for world, kind in contenders:
         limit, place = int(args.memory * GIB / world), [task, f"{tokens:,}", f"{vocab:,}", world, kind]
         name = f"{task}, {tokens} tokens, {vocab} words, {world} ranks, {kind}"
-        given = model, task, kind, shape, args.steps, args.clock, limit
-        found = figures(world, measure, *given, timeout=args.timeout, name=name)
+        make = functools.partial(made, model, task, kind, shape)
+        found = outcome(world, measure, make, args.steps, False, limit, timeout=args.timeout, name=name)
         if isinstance(found, str):
             yield [*place, "-", "-", found, "-"]
             continue
@@ -84,16 +83,6 @@ def compared(args: argparse.Namespace, task: str, vocab: int, tokens: int) -> It
         tables.say(f"{name}: {seconds:.2f} s, {taken:.0f} MiB")
         ratios = [f"{x / y:.2f}" for x, y in zip((seconds, taken), plain, strict=True)] if plain else ["-", "-"]
         yield [*place, f"{seconds:.2f}", ratios[0], f"{taken:.0f}", ratios[1]]
-
-
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
-
-
-def available() -> int:
-    """Return 90% of the machine's available memory in bytes."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        return next(int(line.split()[1]) * 922 for line in lines if line.startswith("MemAvailable"))
 
 
 if __name__ == "__main__":

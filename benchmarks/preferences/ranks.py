@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head, selective_log_softmax
 
-from benchmarks.memory.ranks import Figures, Mark, Model, Step, measured
+from benchmarks.memory.ranks import Mark, Model, Step
 from ds_seqpar.whole import plain
 from hf_integration import patch_attention, share_sequences
 
@@ -25,20 +24,12 @@ OUTPUTS = {"dpo": ("log_probs", "entropy", "mean_logits", "is_top1"), "grpo": ("
 Shape = tuple[int, int, int, int]  # (rows, tokens per row, tokens of the completion, tokens of a tile of the head)
 
 
-CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-
-
-def measure(model: Model, task: str, kind: str, shape: Shape, timed: int, clock: str, limit: int) -> Figures:
-    """Measure a contender's steps, in the same way as `memory.ranks.measure`."""
-    chunked_logprob.TOKEN_CHUNK_SIZE = shape[3]
-    return measured(lambda: made(model, task, kind, shape), timed, False, limit, CLOCKS[clock])
-
-
 def made(model: Model, task: str, kind: str, shape: Shape) -> Step:
     """Return a training step. Ranks sum gradients.
 
     The policy (and, for DPO, a reference model) computes a log-probability per token for the loss.
     """
+    chunked_logprob.TOKEN_CHUNK_SIZE = shape[3]
     policy, ids = model.make(), rows(model, shape)
     policy.gradient_checkpointing_enable({"use_reentrant": False})
     models = [policy]

@@ -20,8 +20,6 @@ affects few rows, so that the norm of all differences is compared.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +29,10 @@ from torch.nn import functional
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding
 
-from benchmarks import tables
-from benchmarks.cluster import layers
-from benchmarks.cluster import ranks as on_ranks
+from benchmarks import runner, tables
+from benchmarks.cluster.layers import table
 from benchmarks.contenders import Spec
+from benchmarks.runner import Row, Step
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.operators.gathered import Piece
 from ds_seqpar.operators.sparse import sparse_attention
@@ -45,27 +43,23 @@ from hf_integration.module_patch import patched
 WAYS = ("fast", "pieces", "dense", "plain")
 
 
-def main() -> None:
-    on_ranks.end_by_exit()
-    args = arguments()
-    rows = layers.measure(args, reference(args), build)
-    print(f"\n{title(args)}\n\n{layers.table(rows, args)}", flush=True)
-
-
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or the words in `given`."""
-    parser = tables.parser(__doc__)
-    parser.add_argument("contenders", nargs="*", metavar="CONTENDER", type=way, default=[way(x) for x in WAYS[:3]])
-    on_ranks.options(parser, nodes=8, per_node=1)
-    parser.add_argument("--link", type=on_ranks.link, default="200mbit", help="of every node, out and in")
-    tables.add(parser, seq=4096, hidden=256, heads=16, head_dim=16, latent=64, index_heads=16, picks=256, rounds=3)
-    return on_ranks.checked(parser, given)
+    its = runner.parser(
+        __doc__, *WAYS[:3], nodes=8, per_node=1, link="200mbit", parse=way, seq=4096, hidden=256, heads=16, head_dim=16,
+        latent=64, index_heads=16, picks=256, rounds=3,
+    )  # fmt: skip
+    return runner.checked(its, given)
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    return runner.measure(args, reference(args), build, error=by_norm)
 
 
 def way(text: str) -> Spec:
-    """Parse a contender, as an argument type."""
+    """Parse a contender. Raises OptionError for another word."""
     if text not in WAYS:
-        raise argparse.ArgumentTypeError(f"a contender must be one of {', '.join(WAYS)}; got {text!r}")
+        raise tables.OptionError(f"a contender must be one of {', '.join(WAYS)}; got {text!r}")
     return Spec(text, None, {})
 
 
@@ -83,8 +77,8 @@ def made(args: argparse.Namespace) -> tuple[DeepseekV32Attention, DeepseekV32Rot
 
 
 def inputs_of(rotary: DeepseekV32RotaryEmbedding, states: Tensor, positions: Tensor) -> dict[str, Any]:
-    given = {"hidden_states": states, "position_embeddings": rotary(states, positions[None])}
-    return given | {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    return {"hidden_states": states, "position_embeddings": rotary(states, positions[None]), "attention_mask": mask}
 
 
 def reference(args: argparse.Namespace) -> dict[str, Any]:
@@ -97,42 +91,23 @@ def reference(args: argparse.Namespace) -> dict[str, Any]:
     pieces = [Piece(start, min(rows, args.seq - start), start, 0) for start in range(0, args.seq, rows)]
     out = gathered_past.at_once(call, pieces, list)[0]
     out.backward(do)
-    return {"states": states.detach(), "do": do, "results": [out.detach(), states.grad]}
+    return {"states": states.detach(), "do": do, "results": {"out": out.detach(), "states": states.grad}}
 
 
-# ---- on every rank
+def by_norm(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm()).item()
 
 
-@dataclasses.dataclass
-class Step(layers.Step):
-    """Forward and backward for this rank's tokens, including gradients of weights."""
-
-    module: DeepseekV32Attention
-
-    @staticmethod
-    def error(found: Tensor, wanted: Tensor) -> float:
-        return ((found - wanted).norm() / wanted.norm()).item()
-
-    def run(self) -> list[Tensor]:
-        self.module.zero_grad()
-        (states,) = inputs = [x.detach().requires_grad_() for x in self.inputs]
-        out = self.layer(self.sp, *inputs)
-        out.backward(self.do)
-        assert states.grad is not None
-        return [out.detach(), states.grad]
-
-
-def build(spec: Spec, args: argparse.Namespace, folder: str) -> str | None:
-    """Create the next step. Return None, or the reason why the contender cannot run."""
+def build(spec: Spec, args: argparse.Namespace, whole: dict[str, Any]) -> Step:
     if spec.name == "plain" and dist.get_world_size() > 1:
-        return "the module as it is needs all tokens; give it one rank"
+        raise ValueError("the module as it is needs all tokens; give it one rank")
     sp = SequenceParallel(SequenceParallelConfig(size=dist.get_world_size()))
     module, rotary = made(args)
-    whole, positions = torch.load(Path(folder, "tensors"), mmap=True), sp.shard(torch.arange(args.seq), 0)
+    positions = sp.shard(torch.arange(args.seq), 0)
+    states, do = (whole[name][:, positions].contiguous() for name in ("states", "do"))
     patched(module).selecting = [] if spec.name == "pieces" else [module]
 
-    def layer(sp: SequenceParallel | None, states: Tensor) -> Tensor:
-        assert sp is not None
+    def layer(states: Tensor) -> Tensor:
         given = inputs_of(rotary, states, positions)
         if spec.name == "plain":
             mask = torch.ones(args.seq, args.seq, dtype=torch.bool).tril()[None, None]
@@ -140,20 +115,20 @@ def build(spec: Spec, args: argparse.Namespace, folder: str) -> str | None:
         sparse.sparse_attention = dense if spec.name == "dense" else sparse_attention
         return gathered_past._shared(sp, SHARDED, gathered_past.Pieces(module, None, (), given))[0]
 
-    inputs, do = [whole["states"][:, positions].contiguous()], whole["do"][:, positions].contiguous()
-    on_ranks.STEPS.append(Step(sp, layer, inputs, do, positions, module))
-    return None
+    def run() -> list[Tensor]:
+        """Run forward and backward, including gradients of weights."""
+        module.zero_grad()
+        leaf = states.detach().requires_grad_()
+        out = layer(leaf)
+        out.backward(do)
+        assert leaf.grad is not None
+        return [out.detach(), leaf.grad]
+
+    return Step(run, positions, sp, [states, do])
 
 
-def dense(
-    q: Tensor,
-    latent: Tensor,
-    matrix: Tensor,
-    picks: Tensor,
-    pieces: list[Piece],
-    scale: float,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def dense(q: Tensor, latent: Tensor, matrix: Tensor, picks: Tensor, pieces: list[Piece], scale: float,
+          sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Compute `sparse_attention` as one product with a mask.
 
     Values are padded to the width of keys, so that torch does not store scores.
@@ -172,10 +147,14 @@ def title(args: argparse.Namespace) -> str:
     width = args.latent + args.head_dim // 2 + args.head_dim
     least = args.seq * (width + args.seq // args.world) * 4 / 2**20
     return (
-        f"{on_ranks.places(args, args.link)}; {args.seq} tokens, {args.heads} heads of {args.head_dim}, a latent of "
+        f"{args.seq} tokens, {args.heads} heads of {args.head_dim}, a latent of "
         f"{args.latent}, {args.index_heads} index heads, {args.picks} picks, fp32; latents and rows x tokens take "
         f"{least:.0f} MiB; median of {args.rounds}"
     )
+
+
+def main() -> None:
+    runner.main(arguments, measure, title, table)
 
 
 if __name__ == "__main__":
