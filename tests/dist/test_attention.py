@@ -1,5 +1,4 @@
-"""What calls of attention may look like on real ranks; that they are exact is test_transport.py's and
-tests/unit/test_exact.py's."""
+"""What calls of attention may look like on real ranks, beside what tests/attention_cases.py draws."""
 
 import functools
 import gc
@@ -79,31 +78,6 @@ def test_two_layers_share_one_sequence_parallel():
     oracle.assert_exact(found, [expected.detach(), *(x.grad for x in whole)])
 
 
-@on_each_of(2)
-def test_forward_without_grad():
-    sp = make(ulysses=2)
-    whole = oracle.tensors(1, 24, (4, 2))
-    expected = oracle.dense(*whole)[:1]
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            out = sp.attention(*(sp.shard(x, 1) for x in whole[:3]))
-            assert not out.requires_grad
-            oracle.assert_exact([sp.gather(out, 1)], expected)
-
-
-@on_each_of(4)
-def test_only_some_inputs_need_gradients():
-    """Frozen k/v, then frozen q: the ranks' transfers must be the same all the same."""
-    sp = make(ulysses=2)
-    *inputs, do = whole = oracle.tensors(1, 24, (4, 2))
-    expected = oracle.dense(*whole)[1:]
-    for wanted in ((0,), (2,), (1, 2)):
-        local = [sp.shard(x, 1).requires_grad_(at in wanted) for at, x in enumerate(inputs)]
-        sp.attention(*local).backward(sp.shard(do, 1))
-        grads = gather_all(sp, *(local[at].grad for at in wanted))
-        oracle.assert_exact(grads, [expected[at] for at in wanted], wanted)
-
-
 @on_each_of(4)
 def test_values_may_have_another_head_dim():
     """Plain, checkpointed and compiled."""
@@ -154,3 +128,16 @@ def test_gather_refuses_what_autograd_follows():
     assert (kind, "requires_grad" in message) == ("InputError", True)
     with torch.no_grad():
         assert sp.gather(x, 0).tolist() == list(range(8))
+
+
+@on_each_of(4)
+def test_head_chunks_that_hide_exchanges_send_what_one_chunk_sends():
+    """And those that send q, k and v again send them twice."""
+    whole, found = oracle.tensors(1, 64, (16, 16)), []
+    for settings in ({}, {"head_chunks": 4}, {"head_chunks": 4, "save_qkv_after_all_to_all": False}):
+        sp = make(size=4, ulysses=2, overlap=True, **settings)
+        sp.attention(*leaves(sp, *whole[:3])).sum().backward()
+        found.append(dict(sp.comm.received))
+    plain, hidden, again = found
+    assert hidden == plain
+    assert again["qkv"] == 2 * plain["qkv"]

@@ -158,6 +158,8 @@ UNFIT = [
     ({"size": 4, "ulysses": 3}, (8,), ["ulysses 3", "size 4", "[1, 2, 4]"]),
     ({"size": 8, "ulysses": 8}, (8, (6, 2)), ["ulysses 8", "6 query", "2 key/value", "[1, 2, 4]"]),
     ({"size": 12, "ulysses": 12}, (12, (7, 7)), ["ulysses 12", "7 query", "[1, 2, 3, 4, 6]"]),
+    ({"size": 2, "head_chunks": 8}, (2, (8, 4)), ["head_chunks", "got 8"]),
+    ({"size": 2, "ulysses": 2, "head_chunks": 2}, (2, (2, 2)), ["head_chunks", "got 2"]),
     ({"size": 2}, (2, (6, 4)), ["key/value heads", "6 and 4"]),
     ({"size": 2, "ulysses": 2}, (2, (6, 0)), ["key/value heads", "(6, 0)"]),
     ({"size": 8, "schedule": "mesh", "mesh": [3, 1, 1]}, (8, (8, 2)), ["mesh (3, 1, 1)", "size 8", "[1, 2, 4, 8]"]),
