@@ -170,7 +170,7 @@ def drawn_for_ranks(dice, numbers=(2, 3, 4)):
         size = size_of(case)
         if ranks % size or (size < ranks and dice.random() < 0.6) or Problem(case).is_impossible:
             continue
-        if dice.random() < 0.4 and can_be_wrong(case):
+        if can_be_wrong(case) and dice.random() < 0.8:
             case = with_a_mistake(case, (None, *range(ranks)), dice)
         return {"ranks": ranks, **case}
 
