@@ -70,6 +70,7 @@ MISSPELT = [
     ("kernel", "cpuflash", ["auto", "cpu_flash", "cuda_flash", "flash_attn", "reference", "'cpu_flash'"]),
     ("rotate_forward", "k", ["'kv'"]),
     ("rotate_backward", "k", ["'kv'"]),
+    ("rank_order", "ring", ["'ring_intra'"]),
     ("comm_dtype", "fp16", ["'bf16'"]),  # gradients of a mean loss over 16,384 tokens were 33 % off in it
     ("rank_order", "ring_inter", ["collectives_intra", "'ring_intra'"]),
 ]
@@ -158,6 +159,9 @@ UNFIT = [
     ({"size": 4, "ulysses": 3}, (8,), ["ulysses 3", "size 4", "[1, 2, 4]"]),
     ({"size": 8, "ulysses": 8}, (8, (6, 2)), ["ulysses 8", "6 query", "2 key/value", "[1, 2, 4]"]),
     ({"size": 12, "ulysses": 12}, (12, (7, 7)), ["ulysses 12", "7 query", "[1, 2, 3, 4, 6]"]),
+    ({"size": 4, "schedule": "distflash", "layout": "zigzag"}, (4,), ['"contiguous"', 'got "zigzag"']),
+    ({"size": 4, "schedule": "attention2d", "rows": 3}, (4,), ["rows 3", "(rows, cols)"]),
+    ({"size": 4, "schedule": "mesh", "mesh": [2, 2, 2], "ulysses": 1}, (4,), ["4 CP ranks", "[2, 2, 2]"]),
     ({"size": 2, "head_chunks": 8}, (2, (8, 4)), ["head_chunks", "got 8"]),
     ({"size": 2, "ulysses": 2, "head_chunks": 2}, (2, (2, 2)), ["head_chunks", "got 2"]),
     ({"size": 2}, (2, (6, 4)), ["key/value heads", "6 and 4"]),
@@ -166,7 +170,7 @@ UNFIT = [
     ({"size": 8, "rank_order": "collectives_intra"}, (8,), ["sequence_parallel.rank_order", *PLACES]),
     *(
         ({"size": 8, "rank_order": axes}, (8,), ["sequence_parallel.rank_order", "axes ulysses, ring", f"got {axes}"])
-        for axes in (["ring"], ["ring", "ulysses", "x"], ["ring", "ring", "ulysses"], [])
+        for axes in (["ring"], ["ring", "x"], ["ring", "ulysses", "x"], ["ring", "ring", "ulysses"], [])
     ),
 ]
 

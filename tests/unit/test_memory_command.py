@@ -73,7 +73,6 @@ def test_pictures_are_said_with_the_towers_share_of_a_step(capsys, tmp_path):
     assert "no pictures are counted" in _memory(capsys, tmp_path)[0]
     assert "a rank computes 8" in _memory(capsys, tmp_path, "--pictures", 8, "--set", "divide_media=false")[0]
     assert_refused(_memory(capsys, tmp_path, "--pictures", 33), "512 tokens", "33 of 16")
-    assert_refused(_memory(capsys, tmp_path, "--picture-tokens", 4), "no --pictures")
 
 
 def test_help_names_the_units_that_are_printed(capsys):
@@ -179,61 +178,3 @@ def test_ulysses_stays_in_a_node(capsys, place):
         assert missing(out, "Ulysses 4 stays in a node", '"size": 8, "ulysses": 4') == []
     assert '"ulysses": 8' in _memory(capsys, place, "--ranks", 8, *words, "--set", "ulysses=8")[0]  # as it is said
     assert '"ulysses": 8' in _memory(capsys, place, "--ranks", 8)[0]
-
-
-# what a JSON leaves "auto" as a whole, or though no Trainer computes it -> what is said of it
-AUTO = [
-    ({"zero_optimization": "auto"}, ('"zero_optimization"', "stage")),
-    ({"zero_optimization": {"stage": "auto"}}, ("zero_optimization.stage",)),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": "auto"}}, ("offload_optimizer", "device")),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "auto"}}}, ("offload_param.device",)),
-    ({"bf16": "auto"}, ('"bf16"', '"enabled": "auto"')),
-    ({"fp16": "auto"}, ('"fp16"', '"enabled": "auto"')),
-    ({"optimizer": "auto"}, ('"optimizer"', "leave it out")),
-    ({"optimizer": {"type": "AdamW", "params": "auto"}}, ('"optimizer.params"', '"lr": "auto"')),
-    ({"scheduler": {"type": "WarmupLR", "params": "auto"}}, ('"scheduler.params"', "warmup_max_lr")),
-    ({"sequence_parallel": "auto"}, ("sequence_parallel", "'auto'")),
-]
-
-
-@pytest.mark.parametrize(("content", "said"), AUTO, ids=str)
-def test_what_no_trainer_fills_in_is_named(capsys, place, tmp_path, content, said):
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps(content), encoding="utf-8")
-    assert_refused(_memory(capsys, place, "--config", file), "auto", *said)
-
-
-REFUSED = [
-    (["--completions", 2], ("--completions", "no --trainer")),
-    (["--trainer", "grpo"], ("--prompt", "got none")),
-    (["--trainer", "grpo", "--prompt", 512], ("--prompt", "less than --seq-len", "got 512")),
-    (["--trainer", "dpo", "--prompt", 64, "--completions", 3], ("--completions", "divide", "got 3")),
-    (["--trainer", "reward", "--prompt", 64, "--completions", 2], ("--completions", "got reward")),
-    (["--lora", "all"], ("--lora", "got 'all'")),
-    (["--seq-len", "many"], ("--seq-len", "got 'many'")),
-    (["--ranks", 0], ("--ranks", "got '0'")),
-    (["--model", "/nowhere"], ("--model", "no /nowhere")),
-    (["--model", "x" * 300], ("--model", "no xxx")),
-    (["--model", __file__], ("--model", __file__)),
-    (["--config", "/nowhere.json"], ("/nowhere.json", "No such file")),
-    (["--set", "ulysses"], ("--set", "KEY=VALUE", "got 'ulysses'")),
-    (["--set", "ulises=2"], ("--set", "got 'ulises'", "'ulysses'")),
-    (["--set", "zero_optimization.reduce_bucket_size=big"], ("reduce_bucket_size", "big")),
-    (["--set", "ulysses=3"], ("ulysses 3", "size 4", "[1, 2, 4]")),
-    (["--set", "head_chunks=4"], ("head_chunks", "got 4", "at most")),
-    (["--ranks", 16, "--set", "ulysses=16"], ("ulysses 16", "8 query")),
-    (["--machine", "h1000"], ("h1000", "h100-ib")),
-    (["--set", "memory=auto"], ("memory", "say --machine", "loss_tiles")),
-    (["--seq-len", "-"], ("--seq-len",)),
-    (["--ranks", "-"], ("--ranks", "--nodes", "--gpus-per-node")),
-    (["--ranks", "-", "--nodes", 2**18, "--gpus-per-node", 8], ("at most 1,048,576", "got 2097152")),
-    (["--memory", 80], ("--memory", "--machine")),
-    (["--set", "zero_optimization.offload_optimizer.device=gpu"], ("offload_optimizer.device", "gpu")),
-    (["--set", "zero_optimization.offload_optimizer.super_offload=true"], ("super_offload", "leave it out")),
-    (["--png", "missing/memory.png"], ("missing/memory.png", "No such file")),
-]
-
-
-@pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_does_not_fit_is_answered_with_one_sentence(capsys, place, words, said):
-    assert_refused(_memory(capsys, place, *words), *said)
