@@ -349,7 +349,8 @@ class Truth:
     exact: in fp64. single: those of one rank in the dtype. natural: the size of what is added up, where the sum may be
     0. limit: of the error, relative to the greater of both. certain: whether rounding does not decide about gradients:
     backward takes exp(score - lse), and a score differs from the same one computed again. dtypes: that it is computed
-    in, and those that it travels in.
+    in, and those that it travels in. is_ordinary: whether the greatest error is judged by LARGEST too. slack: how many
+    times the error of one rank there may be, of which a latent is expanded into other roundings.
     """
 
     exact: dict
@@ -358,7 +359,8 @@ class Truth:
     limit: float
     certain: bool
     dtypes: tuple
-    usual: bool
+    is_ordinary: bool
+    slack: float
 
     @classmethod
     def of(cls, problem, whole):
@@ -390,7 +392,8 @@ class Truth:
         if case["comm_dtype"] == "bf16":  # rounded once a hop
             limit += 2**-7 * size_of(case)
         return cls(
-            exact=exact, single=single, natural=natural, limit=limit, usual=usual,
+            exact=exact, single=single, natural=natural, limit=limit,
+            is_ordinary=usual and case["width"] <= 16, slack=3.0 if case["latent"] else 2.0,
             certain=rounding <= math.log(torch.finfo(torch.float32).max),
             dtypes=(dtype, *[torch.bfloat16] * (case["comm_dtype"] == "bf16")),
         )  # fmt: skip
@@ -416,7 +419,7 @@ class Truth:
         smallest = max(torch.finfo(x).smallest_normal * torch.finfo(x).eps for x in (found.dtype, *self.dtypes))
         top = _top(self.exact[name])
         fault = self._too_far(mine, alone, max(self.natural[name], top, smallest / self.limit), name)
-        if not fault and self.usual and name != "lse":
+        if not fault and self.is_ordinary and name != "lse":
             gap, limit = _top(mine) / max(1.0, top), max(LARGEST[self.dtypes[0]], self.limit)
             fault = None if gap <= limit else f"error {gap:.3g}, limit {limit:.3g}"
         return fault
@@ -431,7 +434,7 @@ class Truth:
         else:  # as root mean squares: the greatest single error is chance
             error, single = (x.square().mean().sqrt().item() / size for x in (mine, alone))
             rounding = torch.finfo(self.dtypes[0]).eps / 2  # of one number, at the most; a quarter of it of many
-            limit = 2 * single + rounding * (0.25 + mine.numel() ** -0.5) + self.limit
+            limit = self.slack * single + rounding * (0.25 + mine.numel() ** -0.5) + self.limit
         return None if error <= limit else f"error {error:.3g}, limit {limit:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""Masks and shards of any length on real ranks: compiled graphs, and what is refused on every rank."""
+"""Masks and shards of any length on real ranks: compiled graphs."""
 
 import functools
 import gc
@@ -9,18 +9,13 @@ from torch._dynamo.utils import counters
 
 from ds_seqpar.core.compiler.sharding.layout import Run
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
 from tests import oracle
 from tests.dist.ranks import (
-    WRONG,
-    assert_all_refused,
     attend,
-    differ,
-    everywhere,
     lacking,
     leaves,
     make,
-    only_one,
     refusal,
 )
 from tests.launch import on_each_of
@@ -112,86 +107,6 @@ def test_documents_with_parents_are_rows_that_repeat_them():
             before.append(0 if parents[number] < 0 else before[parents[number]] + lengths[parents[number]])
             assert torch.equal(ids[number], before[number] + torch.arange(length))
         assert placement.longest == max(map(sum, zip(before, lengths, strict=True)))
-
-
-# ---- what is refused
-
-
-def attention(sp, tokens=4, keys=None, dim=8, **options):
-    """sp.attention with good local tensors, but for what a case asks for."""
-    q, k, v = (
-        oracle.tensors(1, n, (4, 2), dim)[i].requires_grad_() for i, n in enumerate((tokens, *[keys or tokens] * 2))
-    )
-    return sp.attention(q, k, v, **options)
-
-
-def asked(**options):
-    return lambda sp, rank: attention(sp, **options)
-
-
-def instead(usual, wrong):
-    """The wrong rank is given something else than the others."""
-    return lambda sp, rank: attention(sp, **(wrong if rank == WRONG else usual))
-
-
-SHARDS = UnevenShards(runs_of(4, 3, 5, 4))
-EVEN = UnevenShards(runs_of(4, 4, 4, 4))
-WINDOW = {"mask": Mask(window=5)}
-
-# name -> (what a rank calls, what it is to be told); 4 ranks with 4 tokens each
-REFUSED = {
-    "windows": (instead(WINDOW, {"mask": Mask(window=6)}), differ("window 5", "window 6")),
-    "a mask on one rank": (instead({}, WINDOW), differ("no mask")),
-    "documents": (instead({"mask": Mask(documents=(0, 5))}, {"mask": Mask(documents=(0, 6))}), differ("2 documents")),
-    "parents": (
-        instead({"mask": Mask(documents=(0, 5))}, {"mask": Mask(documents=(0, 5), parents=(-1, 0))}),
-        differ("2 documents with parents"),
-    ),
-    "causal or not": (instead({"mask": FULL}, {"mask": Mask(causal=False, window=5)}), differ("window 5")),
-    "documents beyond the sequence": (asked(mask=Mask(documents=(0, 4, 16))), everywhere("at 16")),
-    "one rank's documents": (instead({}, {"mask": Mask(documents=(0, 99))}), only_one("at 99")),
-    "a tensor for a mask": (asked(mask=torch.ones(4, 4, dtype=torch.bool)), everywhere("got a tensor")),
-    "one rank's word for a mask": (instead({}, {"mask": "window"}), only_one("got 'window'")),
-    "an array for a mask": (asked(mask=numpy.ones((9, 9))), everywhere("got array([")),
-    "shards of other ranks": (asked(shards=UnevenShards(runs_of(4, 12))), everywhere("2 ranks")),
-    "a list for shards": (asked(shards=runs_of(4, 4, 4, 4)), everywhere("got list")),
-    "one rank's tensor for shards": (instead({"shards": EVEN}, {"shards": torch.zeros(4)}), only_one("got Tensor")),
-    "a named layout for shards": (asked(shards=EvenShards("zigzag", 16, 4)), everywhere("got EvenShards")),
-    "shards": (instead({"shards": EVEN}, {"shards": UnevenShards(runs_of(3, 4, 5, 4))}), differ("shards 'of 4 ranks")),
-    "shards on one rank": (instead({}, {"shards": EVEN}), differ("no shards")),
-    "one rank's head_dim": (instead({"shards": EVEN}, {"shards": EVEN, "dim": 16}), differ("q '(1, 4, 16)")),
-    "one rank's tokens": (instead({"shards": EVEN}, {"shards": EVEN, "tokens": 5}), only_one("5 and 5")),
-    "one rank's keys": (instead({"shards": EVEN}, {"shards": EVEN, "keys": 5}), only_one("4 and 5")),
-    "keys of another length without shards": (asked(keys=5), everywhere("k (1, 5, 2, 8)")),
-}
-EACH = [{"tokens": tokens} for tokens in (4, 3, 5, 4)]
-
-FULL_IS_REFUSED = "distflash", "causal"
-CANNOT = {
-    "full": (asked(mask=FULL), everywhere(*FULL_IS_REFUSED, kind="ConfigError")),
-    "one rank's mask": (instead({}, {"mask": FULL}), only_one(*FULL_IS_REFUSED, kind="ConfigError")),
-}
-
-
-@on_each_of(4)
-def test_what_does_not_fit_is_refused_on_every_rank():
-    ring = make(ulysses=1)
-    assert_all_refused(REFUSED, ring)
-    good = attention(ring, **EACH[ring.rank], shards=SHARDS, mask=Mask(documents=(0, 4, 15)))
-    assert good.shape == (1, EACH[ring.rank]["tokens"], 4, 8)
-    assert_all_refused(CANNOT, make(ulysses=1, schedule="distflash"))
-
-
-@on_each_of(4)
-def test_members_tokens_must_be_their_own():
-    """Where two Ulysses ranks share a CP rank's tokens, each has its own number of them."""
-    sp = make(ulysses=2)
-    shards = UnevenShards(runs_of(5, 6))
-    right = [(2, 3), (3, 3)][sp.runtime.rank][sp.topology.index(sp.rank, "ulysses")]
-    assert attention(sp, right, shards=shards).shape[1] == right
-    kind = "InputError" if sp.rank == WRONG else "DisagreementError"
-    refused = refusal(attention, sp, right + (sp.rank == WRONG), shards=shards)
-    assert lacking(refused, kind, "shards", "3 of q", "4 and 4") == []
 
 
 @on_each_of(2)

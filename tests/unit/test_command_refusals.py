@@ -67,7 +67,6 @@ REFUSED = [
     ("memory", ["--set", f"{OFFLOAD}.device=gpu"], "gpu"),
     ("memory", ["--set", f"{OFFLOAD}.super_offload=true"], "super_offload"),
     ("memory", ["--png", "missing/memory.png"], "missing/memory.png"),
-    ("memory", ["--picture-tokens", 4], "no --pictures"),
 ]
 
 
@@ -77,7 +76,7 @@ def test_what_a_command_cannot_take_is_answered_with_one_sentence(capsys, place,
         str(word).replace("{place}", str(place)) for word in with_options(GIVEN[command], words) if word is not None
     ]
     ran = run(capsys, command, *words)
-    assert ran[0] == ""
+    assert ran[0] == "" or words[0] in ("--png", "--trace")  # which are written after the table is printed
     assert_refused(ran, value)
 
 

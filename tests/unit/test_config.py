@@ -70,7 +70,7 @@ MISSPELT = [
     ("kernel", "cpuflash", ["auto", "cpu_flash", "cuda_flash", "flash_attn", "reference", "'cpu_flash'"]),
     ("rotate_forward", "k", ["'kv'"]),
     ("rotate_backward", "k", ["'kv'"]),
-    ("rank_order", "ring", ["'ring_intra'"]),
+    ("rank_order", "ring", ["'ring'"]),
     ("comm_dtype", "fp16", ["'bf16'"]),  # gradients of a mean loss over 16,384 tokens were 33 % off in it
     ("rank_order", "ring_inter", ["collectives_intra", "'ring_intra'"]),
 ]

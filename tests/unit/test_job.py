@@ -51,27 +51,43 @@ def test_all_auto_is_what_the_planner_takes():
     assert "auto" not in (found.config.ulysses, found.config.schedule)
 
 
+EVERYTHING = {
+    "mlp_tiles": 3, "recompute_attention": False, "size": 8, "ulysses": 8, "schedule": "ring", "head_chunks": 1,
+    "loss_tiles": 1, "offload_checkpoints": False,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
-        {"size": 4, "ulysses": 2, "schedule": "ring"},
-        {"rank_order": ["ulysses", "ring"]},
+        {},
+        {"size": "auto", "ulysses": "auto", "schedule": "auto"},
+        {"size": 4},
+        {"size": 4, "ulysses": 2, "schedule": "ring", "seq_len": 4096},  # which leaves no choice
+        {"rank_order": ["ulysses", "ring"], "seq_len": 4096},
+        {**EVERYTHING, "memory": "auto"},
     ],
 )
-def test_what_leaves_no_choice_is_not_planned(given):
-    assert not Config(**given, seq_len=4096).asks_for_plan
-
-
-@pytest.mark.parametrize("settings", [{}, {"size": "auto", "ulysses": "auto", "schedule": "auto"}, {"size": 4}])
-def test_nothing_is_planned_that_nobody_asked_for(settings):
+def test_nothing_is_planned_that_nobody_asked_for_or_that_leaves_no_choice(settings):
     assert not Config(**settings).asks_for_plan
 
 
-def test_a_machine_without_a_length_is_refused():
-    with pytest.raises(ConfigError, match="say seq_len too"):
-        _planned(job=dataclasses.replace(JOB, seq=None))
-    with pytest.raises(ConfigError, match=r"machine plans for a model whose numbers are known"):
-        _planned(job=None)
+@pytest.mark.parametrize(
+    ("settings", "job", "said"),
+    [
+        ({}, {"seq": None}, "say seq_len too"),
+        ({}, None, r"machine plans for a model whose numbers are known"),
+        ({"seq_len": 4096}, None, r"seq_len.*got 4096.*model"),
+        ({"seq_len": 4096}, {"model": None}, r"seq_len.*got 4096.*model"),
+        ({"seq_len": 4096}, {"model": None, "seq": None}, r"seq_len.*got 4096.*model"),
+        ({"memory": "auto", "machine": "auto"}, None, r"memory plans for a .*numbers are known.*leave memory out"),
+        ({"memory": "auto", "machine": "auto"}, {"seq": None}, r"memory plans for a .*say seq_len too.*leave memory"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(settings, job, said):
+    job = job if job is None else dataclasses.replace(JOB, **job)
+    with pytest.raises(ConfigError, match=said):
+        _planned(job=job, world=8, **settings)
 
 
 def test_what_is_given_stays():
@@ -87,12 +103,6 @@ def test_what_is_given_stays():
 def test_a_length_said_goes_before_that_of_the_data():
     assert _planned(seq_len=5000, **SHORT).plan.request.seq == 5024  # of which 2 x 16 ranks have equal parts
     assert _planned(**SHORT).plan.request.seq == 65536
-
-
-def test_a_length_without_a_model_is_refused():
-    for job in (None, Job(), dataclasses.replace(JOB, model=None)):
-        with pytest.raises(ConfigError, match=r"seq_len.*got 4096.*model"):
-            _planned(job=job, seq_len=4096)
 
 
 def test_a_pack_is_planned_as_its_documents():
@@ -169,23 +179,12 @@ def test_memory_auto_spares_what_a_length_needs(seq, spared):
 
 
 def test_memory_auto_leaves_what_is_said():
-    said = {"mlp_tiles": 3, "recompute_attention": False, "size": 8, "ulysses": 8, "schedule": "ring", "head_chunks": 1}
+    said = {name: EVERYTHING[name] for name in list(EVERYTHING)[:6]}
     found = _planned(world=8, seq_len=2**21, memory="auto", **said)
     assert {name: getattr(found.config, name) for name in said} == said
     assert found.config.loss_tiles == "auto"
     _, alone = resolve_with_plan(Config(size=8, memory="auto"), JOB, 8, _seen)  # asks for a plan by itself
     assert alone.request.seq == JOB.seq
-    for job, words in ((None, "numbers are known"), (dataclasses.replace(JOB, seq=None), "say seq_len too")):
-        with pytest.raises(ConfigError, match=rf"memory plans for a .*{words}.*leave memory out"):
-            resolve_with_plan(Config(memory="auto"), job, 8, _seen)
-    everything = {
-        "loss_tiles": 1,
-        "mlp_tiles": 1,
-        "offload_checkpoints": False,
-        "save_qkv_after_all_to_all": "auto",
-        **said,
-    }
-    assert not Config(**everything, memory="auto").asks_for_plan
 
 
 def test_where_nothing_fits_memory_auto_spares_all_that_it_may():

@@ -73,6 +73,7 @@ def test_pictures_are_said_with_the_towers_share_of_a_step(capsys, tmp_path):
     assert "no pictures are counted" in _memory(capsys, tmp_path)[0]
     assert "a rank computes 8" in _memory(capsys, tmp_path, "--pictures", 8, "--set", "divide_media=false")[0]
     assert_refused(_memory(capsys, tmp_path, "--pictures", 33), "512 tokens", "33 of 16")
+    assert_refused(_memory(capsys, tmp_path, "--picture-tokens", 4), "no --pictures")
 
 
 def test_help_names_the_units_that_are_printed(capsys):
