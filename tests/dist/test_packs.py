@@ -320,7 +320,8 @@ REFUSED = {
         given_to_wrong(cu_seq_lens_q=numbers(0, 20, 51, 102)), only_one("6 in position_ids", "3 others")
     ),
     "keys' and queries' lengths": (
-        given(**CU, cu_seq_lens_q=numbers(0, 20, 102), cu_seq_lens_k=numbers(0, 21, 102)), everywhere("cu_seq_lens_k")
+        given(**CU, cu_seq_lens_q=numbers(0, 20, 51, 102), cu_seq_lens_k=numbers(0, 21, 51, 102)),
+        everywhere("cu_seq_lens_k"),
     ),
     "lengths alone": (given(**CU, seq_lengths=[[20, 1, 30], [7, 9, 35]]), everywhere("got seq_lengths")),
     "a document across the end of a row": (given(**CU, cu_seqlens=numbers(0, 20, 60, 102)), everywhere("token 51")),

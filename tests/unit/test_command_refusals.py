@@ -72,10 +72,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("command", "words", "value"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_a_command_cannot_take_is_answered_with_one_sentence(capsys, place, command, words, value):
-    words = [
-        str(word).replace("{place}", str(place)) for word in with_options(GIVEN[command], words) if word is not None
-    ]
-    ran = run(capsys, command, *words)
+    given = {name: place if x == "{place}" else x for name, x in GIVEN[command].items()}
+    ran = run(capsys, command, *with_options(given, words))
     assert ran[0] == "" or words[0] in ("--png", "--trace")  # which are written after the table is printed
     assert_refused(ran, value)
 
