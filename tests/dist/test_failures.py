@@ -1,9 +1,11 @@
-"""A rank that ends, fails or stays away: the others are told soon, and where; nobody hangs.
+"""A rank that ends, fails, stays away or is late: the others are told soon, and where; nobody hangs.
 
 One that stays away makes others wait for the timeout that was given to init_process_group. To add a call in which a
 rank may be missing, add it to CALLS.
 """
 
+import contextlib
+import io
 import os
 import re
 import time
@@ -18,15 +20,17 @@ from ds_seqpar.base.errors import CommunicationError
 from ds_seqpar.core.runtime import groups
 from ds_seqpar.core.runtime.kernels import KERNELS
 from ds_seqpar.core.runtime.transport import Communication
+from ds_seqpar.guards import waits
 from tests import oracle
 from tests.dist.ranks import SECONDS, attend, is_one_sentence, make, refusal
 from tests.grids import each_then_rest
-from tests.launch import on_ranks
+from tests.launch import on_each_of, on_ranks
 from tests.words import missing
 
 WORLD, GONE = 4, 2  # the rank that ends or fails
 OTHERS = [rank for rank in range(WORLD) if rank != GONE]
 ENDED, PATIENCE = "another rank ended", 3
+SOON, LATE = 1.0, 2  # after so many seconds a rank says for whom it waits
 # what the others call -> as errors name it
 CALLS = {
     "attention": lambda sp: sp.attention(*oracle.tensors(1, 4, (4, 2))[:3]),
@@ -231,3 +235,36 @@ def test_a_rank_that_goes_on_without_the_others_makes_them_wait_no_longer_than_w
     assert f"timed out after {PATIENCE} s" in first
     assert is_one_sentence(first)
     assert PATIENCE - 0.5 < seconds < PATIENCE + 30, (name, seconds)
+
+
+# ---- a rank that is late
+
+
+def said_while(call):
+    """What is printed to stderr meanwhile, by line."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        call()
+    return said.getvalue().splitlines()
+
+
+@on_each_of(4, keep=None)
+def test_who_waits_long_says_for_whom_once_and_goes_on():
+    waits.PATIENCE = SOON
+    sp, late, found = make(), dist.get_rank() == LATE, []
+    for call in (lambda: sp.gather(torch.ones(8), 0), lambda: sp.gather(torch.ones(8), 0), lambda: sp.loader(range(2))):
+        dist.barrier()  # so that a rank of a busy machine is not late too
+        if late:
+            time.sleep(2 * SOON)
+        found.append(said_while(lambda call=call: refusal(call)))
+    if late:
+        assert found == [[], [], []]
+        return
+    [first], again, [other] = found
+    assert missing(first, f"rank {sp.rank} has waited 1 s in gather for rank {LATE},", "it waits on") == []
+    assert again == []  # once for each kind of call
+    assert missing(other, "in sp.loader for rank") == []
+    assert not waits._now
+    wait = waits.explaining_failure("a call", sp.groups.control)
+    assert wait.whom() == "another rank"
+    wait.awaited = 1, 3  # of ranks that lie up to rank 1, round the end: 3, 0, 1
+    assert wait.whom() == "one of the 3 ranks up to rank 1"

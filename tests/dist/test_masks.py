@@ -1,5 +1,7 @@
 """Masks and shards of any length on real ranks: compiled graphs."""
 
+import copy
+import dataclasses
 import functools
 import gc
 
@@ -7,10 +9,10 @@ import numpy
 import torch
 from torch._dynamo.utils import counters
 
-from ds_seqpar.core.compiler.sharding.layout import Run
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.core.compiler.sharding.shards import UnevenShards
 from tests import oracle
+from tests.attention_cases import positions
 from tests.dist.ranks import (
     attend,
     lacking,
@@ -33,43 +35,18 @@ def test_causal_and_full_are_masks_too():
 # ---- shards of any length
 
 
-def runs_of(*lengths):
-    """One run a rank, of so many tokens each."""
-    starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
-    return [[Run(start, 1, length)] if length else [] for start, length in zip(starts, lengths, strict=True)]
-
-
-# shards of 2 CP ranks, with the lengths of (queries, keys)
-TWO = (
-    (UnevenShards(runs_of(31, 12)), (43, 43)),
-    (UnevenShards(runs_of(3, 10), runs_of(29, 14)), (13, 43)),
-    (UnevenShards(runs_of(22, 21), runs_of(4, 9)), (43, 13)),
-    (UnevenShards(runs_of(24, 0)), (24, 24)),
+# of 2 CP ranks, and the numbers of queries and keys
+SHARDS = (
+    (UnevenShards([[(0, 1, 31)], [(31, 1, 12)]]), (43, 43)),
+    (UnevenShards([[(0, 1, 3)], [(3, 1, 10)]], [[(0, 1, 29)], [(29, 1, 14)]]), (13, 43)),
 )
 
 
-def tensors(queries, keys, heads=HEADS):
-    """(q, k, v, do) of these lengths."""
-    q, _, _, do = oracle.tensors(2, queries, heads, seed=1)
-    _, k, v, _ = oracle.tensors(2, keys, heads, seed=2)
-    return q, k, v, do
-
-
-def held(sp, shards, side):
-    """The global positions of this rank's tokens."""
-    inner, ulysses_rank = sp.runtime.rank, sp.topology.index(sp.rank, "ulysses")
-    return torch.tensor(
-        oracle.positions_by_ulysses_rank(shards, side, inner, sp.config.ulysses)[ulysses_rank], dtype=torch.int64
-    )
-
-
-def attend_shards(sp, shards, whole, mask, **options):
-    """What `sp.attention` gives, the leaves, and the positions of q and of k/v."""
-    places = [held(sp, shards, side) for side in ("q", "kv")]
-    local = [
-        x.index_select(1, at).requires_grad_() for x, at in zip(whole[:3], (places[0], *places[1:] * 2), strict=True)
-    ]
-    return sp.attention(*local, mask=mask, shards=shards, **options), local, places
+def held(sp, shards, lengths):
+    """(whole q, k, v and do), and this rank's positions of each."""
+    (q, _, _, do), (_, k, v, _) = (oracle.tensors(2, n, HEADS, seed=n) for n in lengths)
+    here, there = (positions(sp, shards, side) for side in ("q", "kv"))
+    return (q, k, v, do), (here, there, there, here)
 
 
 # ---- documents with parents
@@ -111,14 +88,14 @@ def test_documents_with_parents_are_rows_that_repeat_them():
 
 @on_each_of(2)
 def test_backward_does_not_need_the_caller_to_keep_mask_and_shards():
-    sp, whole = make(), tensors(*TWO[0][1])
-    shards, mask = UnevenShards(runs_of(31, 12)), Mask(window=4)
+    sp, (shards, lengths), mask = make(), SHARDS[0], Mask(window=4)
+    whole, at = held(sp, shards, lengths)
     expected = oracle.dense(*whole, mask=mask)[1]
-    out, local, (at, _) = attend_shards(sp, shards, whole, mask)
-    del shards, mask
+    local = [x.index_select(1, p).requires_grad_() for x, p in zip(whole[:3], at, strict=False)]
+    out = sp.attention(*local, mask=dataclasses.replace(mask), shards=copy.copy(shards))
     gc.collect()
-    out.backward(whole[3].index_select(1, at))
-    oracle.assert_exact([local[0].grad], [expected.index_select(1, at)])
+    out.backward(whole[3].index_select(1, at[3]))
+    oracle.assert_exact([local[0].grad], [expected.index_select(1, at[0])])
 
 
 # ---- compiled
@@ -174,10 +151,9 @@ def test_shards_are_compiled():
     def function(q, k, v, shards):
         return sp.attention(q, k, v, shards=shards) * 1.0
 
-    for shards, lengths in TWO[:2]:
-        whole = tensors(*lengths)
-        at = [held(sp, shards, side) for side in ("q", "kv", "kv")]
-        out = function(*(x.index_select(1, p) for x, p in zip(whole[:3], at, strict=True)), shards)
+    for shards, lengths in SHARDS:
+        whole, at = held(sp, shards, lengths)
+        out = function(*(x.index_select(1, p) for x, p in zip(whole[:3], at, strict=False)), shards)
         assert (out - oracle.attention(*whole[:3]).index_select(1, at[0])).abs().max() < 1e-10
 
 

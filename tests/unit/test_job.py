@@ -1,6 +1,8 @@
 """What "auto" is where the model and the length are known: what is planned, what is left alone, and what is said."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -40,7 +42,26 @@ def _planned(world=16, job=JOB, seen=_seen, **settings):
     return Found(*resolve_with_plan(Config(**settings), job, world, seen))
 
 
-SHORT = {"schedule": "ring", "layout": "zigzag", "rank_order": "ulysses_intra"}  # a short search
+# name -> {"why", "world", "job": changes of JOB, "settings", "found": what `seen_of` gives, "says": words of the line}
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "job.json").read_text(encoding="utf-8"))
+
+
+def job_of(golden):
+    changes = {name: tuple(x) if isinstance(x, list) else x for name, x in golden["job"].items()}
+    return dataclasses.replace(JOB, **changes)
+
+
+def seen_of(found):
+    request, best = found.plan.request, found.plan.best
+    return {
+        "section": json.loads(json.dumps(found.config.section())),
+        "asks for a plan": found.config.asks_for_plan,
+        "fits": best.memory.peak.total <= _seen().usable,
+        "seq": request.seq,
+        "documents": len(request.job.documents),
+        "sizes that keep a step": list(request.job.sizes(request.world)),
+        "sizes that are ranked": sorted({one.config.size for one in found.plan.ranked}),
+    }
 
 
 def test_all_auto_is_what_the_planner_takes():
@@ -53,7 +74,7 @@ def test_all_auto_is_what_the_planner_takes():
 
 EVERYTHING = {
     "mlp_tiles": 3, "recompute_attention": False, "size": 8, "ulysses": 8, "schedule": "ring", "head_chunks": 1,
-    "loss_tiles": 1, "offload_checkpoints": False,
+    "loss_tiles": 1, "offload_checkpoints": False, "save_qkv_after_all_to_all": "auto",
 }  # fmt: skip
 
 
@@ -90,46 +111,12 @@ def test_what_cannot_be_planned_is_refused(settings, job, said):
         _planned(job=job, world=8, **settings)
 
 
-def test_what_is_given_stays():
-    given = {"size": 8, "ulysses": 2, "layout": "striped", "comm_dtype": "bf16", "kernel": "reference",
-             "seq_len": 4096, "head_chunks": 2, "mlp_tiles": "auto", "loss_tiles": 3,
-             "recompute_attention": True, "recurrent_layers": "states", "latent_attention": "expanded"}  # fmt: skip
-    found = _planned(**given).config
-    assert {name: getattr(found, name) for name in given} == given
-    assert found.schedule != "auto"
-    assert not found.overlap
-
-
-def test_a_length_said_goes_before_that_of_the_data():
-    assert _planned(seq_len=5000, **SHORT).plan.request.seq == 5024  # of which 2 x 16 ranks have equal parts
-    assert _planned(**SHORT).plan.request.seq == 65536
-
-
-def test_a_pack_is_planned_as_its_documents():
-    pack = (1024,) * 64
-    choice = _planned(job=dataclasses.replace(JOB, documents=pack)).plan
-    assert choice.request.job.documents == pack
-    said = _planned(job=dataclasses.replace(JOB, documents=pack), seq_len=131072, **SHORT).plan
-    assert said.request.job.documents == ()
-
-
-@pytest.mark.parametrize(
-    ("job", "sizes"),
-    [
-        ({}, (16,)),
-        ({"sequences": 4}, (4, 8, 16)),
-        ({"sequences": 4, "batch": 2}, (8, 16)),
-        ({"sequences": 4, "batch": 2, "steps": 1}, (8,)),
-        ({"sequences": 3}, (16,)),
-        ({"sequences": 3, "batch": 2}, (16,)),  # which fits nothing, as the batch sizes are told later
-    ],
-)
-def test_sizes_keep_the_sequences_of_a_step(job, sizes):
-    job = dataclasses.replace(JOB, **job)
-    assert job.sizes(16) == sizes
-    found = _planned(job=job, **SHORT)
-    assert found.config.size in sizes
-    assert all(one.config.size in sizes for one in found.plan.ranked)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_what_is_planned_and_said_is_that_of_the_golden_file(name):
+    golden = GOLDEN[name]
+    found = _planned(golden["world"], job_of(golden), **golden["settings"])
+    assert seen_of(found) == golden["found"]
+    assert missing(line_of(found.plan), *golden["says"]) == []
 
 
 def test_a_json_says_what_is_trained():
@@ -152,54 +139,6 @@ def test_a_machine_that_is_named_has_the_ranks_that_launch():
     assert (machine.name, machine.per_node) == ("a100-ib", 4)
     with pytest.raises(ConfigError, match=r"modest.*got 'a100'"):
         planning.named_machine(Config(machine="a100"))
-
-
-def test_too_little_memory_is_said_and_the_fastest_taken():
-    """A machine may only be supposed: what is predicted not to fit may fit."""
-    found = _planned(job=dataclasses.replace(JOB, seq=2**24))
-    line = line_of(found.plan)
-    needed = found.plan.best.memory.peak.total
-    assert needed > _seen().usable
-    assert missing(line, f"{needed / 2**30:.1f} GiB", f" {_seen().usable / 2**30:.1f}") == []
-
-
-SPARED = ("loss_tiles", "mlp_tiles", "head_chunks", "offload_checkpoints", "recompute_attention")
-
-
-@pytest.mark.parametrize(("seq", "spared"), [(2**15, ()), (2**18, SPARED[:1]), (2**21, (*SPARED[:2], SPARED[3]))])
-def test_memory_auto_spares_what_a_length_needs(seq, spared):
-    """And nothing else: what spares least and takes no time first."""
-    found = _planned(world=8, seq_len=seq, memory="auto", size=8, ulysses=8)
-    changed = {name for name in SPARED if getattr(found.config, name) != getattr(Config(), name)}
-    assert changed - {"head_chunks"} == set(spared)
-    assert found.plan.best.memory.peak.total <= _seen().usable
-    assert (found.config.memory, found.config.asks_for_plan) == ("auto", False)
-    line = line_of(found.plan)
-    assert missing(line, *(spared or ("nothing that spares memory",)), f" of {_seen().usable / 2**30:.1f} GiB") == []
-
-
-def test_memory_auto_leaves_what_is_said():
-    said = {name: EVERYTHING[name] for name in list(EVERYTHING)[:6]}
-    found = _planned(world=8, seq_len=2**21, memory="auto", **said)
-    assert {name: getattr(found.config, name) for name in said} == said
-    assert found.config.loss_tiles == "auto"
-    _, alone = resolve_with_plan(Config(size=8, memory="auto"), JOB, 8, _seen)  # asks for a plan by itself
-    assert alone.request.seq == JOB.seq
-
-
-def test_where_nothing_fits_memory_auto_spares_all_that_it_may():
-    found = _planned(world=8, seq_len=2**24, memory="auto", size=8, ulysses=2)
-    its = found.config
-    assert (its.loss_tiles, its.mlp_tiles, its.offload_checkpoints, its.recompute_attention) == (
-        "auto",
-        "auto",
-        True,
-        True,
-    )
-    assert its.head_chunks > 1
-    assert missing(line_of(found.plan), "attention runs twice", " GiB a rank where the machine has ") == []
-    saving = _planned(world=8, seq_len=2**24, memory="auto", size=8, job=dataclasses.replace(JOB, checkpointing=False))
-    assert "gradient checkpointing would spare most" in line_of(saving.plan)
 
 
 def test_the_memory_that_ranks_see_is_the_machines():
