@@ -454,20 +454,21 @@ def _top(x):
 
 def check(case, monkeypatch):
     """Equals dense attention, or is refused where the schedule cannot compute a product that is needed."""
-    problem = Problem(case)
+    problem = Problem({**case, "mode": "plain"})
     early = property(lambda comm: case["early"], lambda *_: None)
     monkeypatch.setattr(virtual._VirtualComm, "early", early, raising=False)
     whole = inputs_of(case, problem.queries, problem.keys)
-    given = {"mask": problem.mask, "shards": problem.shards, "operator": LATENT if case["latent"] else DENSE}
+    given = {"mask": problem.mask, "shards": problem.shards, **problem.scores}
+    attention = functools.partial(virtual.attention, operator=LATENT if case["latent"] else DENSE, **given)
     if problem.is_impossible:
         with pytest.raises(ConfigError, match=rf"{case['schedule']}.*causal"):
-            virtual.attention(problem.config, *whole, **given, **problem.scores)
+            attention(problem.config, *whole)
         return
-    found = virtual.attention(problem.config, *laid_out(case, whole), **given, **problem.scores)
-    assert {x.dtype for x in results(found)[:4]} == {DTYPES[case["dtype"]]}
-    faults = Truth.of(Problem({**case, "mode": "plain"}), whole).faults(dict(zip(NAMES, results(found), strict=False)))
+    found = results(attention(problem.config, *laid_out(case, whole)))
+    assert {x.dtype for x in found[:4]} == {DTYPES[case["dtype"]]}
+    faults = Truth.of(problem, whole).faults(dict(zip(NAMES, found, strict=False)))
     assert not faults, (faults, case)
-    assert not found.out[:, ~problem.seen.any(1)].any(), case  # a row that sees no key
+    assert not found[0][:, ~problem.seen.any(1)].any(), case  # a row that sees no key
 
 
 def wrong_call(case):

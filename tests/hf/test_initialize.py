@@ -234,48 +234,42 @@ def test_one_process_without_a_launcher():
 
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
-# launcher -> (the variables that it has set, words of the sentence)
+# launcher -> (the variables that it has set, what the sentence has)
 LAUNCHERS = {
-    "no LOCAL_RANK": (lambda given: {**given, "LOCAL_RANK": None}, ("LOCAL_RANK is not set",)),
-    "RANK alone": (lambda given: {"RANK": given["RANK"]}, (f"{', '.join(LAUNCHER[1:])} is not set",)),
-    "srun": (lambda given: {"SLURM_PROCID": given["RANK"]}, (f"{', '.join(LAUNCHER)} is not set", "slurm.sh")),
-    "mpirun": (lambda given: {"OMPI_COMM_WORLD_RANK": given["RANK"]}, ("deepspeed, torchrun or accelerate launch",)),
+    "no LOCAL_RANK": (lambda given: {name: given[name] for name in LAUNCHER[:-1]}, "LOCAL_RANK is not set"),
+    "RANK alone": (lambda given: {"RANK": given["RANK"]}, f"{', '.join(LAUNCHER[1:])} is not set"),
+    "srun": (lambda given: {"SLURM_PROCID": given["RANK"]}, "slurm.sh"),
+    "mpirun": (lambda given: {"OMPI_COMM_WORLD_RANK": given["RANK"]}, "deepspeed, torchrun or accelerate launch"),
 }
 
 
-def of_launchers():
-    """What is said under launchers that leave out what DeepSpeed reads; then with torch.distributed up, of ranks
-    without LOCAL_RANK, of one without, and the loss of a step of ranks that have srun's."""
-    given, found = {name: os.environ.pop(name) for name in LAUNCHER}, {}
+@on_each_of(2, patience=None)
+def test_what_a_launcher_has_not_set_is_named():
+    """It ended with "No module named 'mpi4py'". With torch.distributed up, ranks without LOCAL_RANK are told, and one
+    without; ranks that have srun's train."""
+    given = {name: os.environ.pop(name) for name in LAUNCHER}
     sys.modules["mpi4py"] = None  # which some environments have
-    for name, (variables, _) in LAUNCHERS.items():
-        own = {key: x for key, x in variables(given).items() if x is not None}
+
+    def start():
+        return ds_seqpar.initialize(model=small(), config=good(sequence_parallel={"size": 2}))[0]
+
+    for name, (variables, value) in LAUNCHERS.items():
+        own = variables(given)
         os.environ.update(own)
-        found[name] = refusal(ds_seqpar.initialize, model=small(), config=good())
+        assert lacking(refusal(start), "ConfigError", value) == [], name
         for key in own:
             del os.environ[key]
     os.environ.update({name: given[name] for name in LAUNCHER[:-1]})
     dist.init_process_group("gloo")
-    found["own"] = refusal(ds_seqpar.initialize, model=small(), config=good(sequence_parallel={"size": 2}))
+    assert lacking(refusal(start), "ConfigError", "every rank; LOCAL_RANK is not set") == []
+    told = "ConfigError", "LOCAL_RANK is not set"
     if rank := dist.get_rank():
         os.environ["LOCAL_RANK"] = given["LOCAL_RANK"]
-    found["one"] = refusal(ds_seqpar.initialize, model=small(), config=good(sequence_parallel={"size": 2}))
+        told = "DisagreementError", "LOCAL_RANK is not set", "rank 0 cannot"
+    assert lacking(refusal(start), *told) == []
     os.environ.pop("LOCAL_RANK", None)
     os.environ["SLURM_LOCALID"] = str(rank)
-    engine, *_ = ds_seqpar.initialize(model=small(), config=good(sequence_parallel={"size": 2}))
-    return found, one_step(engine)["loss"]
-
-
-def test_what_a_launcher_has_not_set_is_named():
-    """It ended with "No module named 'mpi4py'"."""
-    _, loss = one_process(small(), window())
-    for rank, (found, of_step) in enumerate(on_ranks(2, of_launchers, patience=None)):
-        for name, (_, words) in LAUNCHERS.items():
-            assert lacking(found[name], "ConfigError", *words) == [], (name, found[name])
-        assert lacking(found["own"], "ConfigError", "every rank; LOCAL_RANK is not set") == [], found["own"]
-        kind, words = ("DisagreementError", ("rank 0 cannot",)) if rank else ("ConfigError", ())
-        assert lacking(found["one"], kind, "LOCAL_RANK is not set", *words) == [], found["one"]
-        assert of_step == pytest.approx(loss, rel=1e-5)
+    assert_right(one_step(start()))
 
 
 @on_each_of(WORLD, keep="deepspeed")

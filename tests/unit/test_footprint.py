@@ -1,8 +1,6 @@
 """The memory of a training step: golden files of small numbers that a hand can check, and what holds for any step."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +12,7 @@ from ds_seqpar.planner.footprint import bytes_a_token, cache_bytes, fits, footpr
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.request import MemoryBudget, Model, StateLayers, TrainingStep
 from ds_seqpar.planner.state_memory import state_bytes
+from tests.unit.commands import golden
 
 # hidden 8, 4 query heads of 2, 2 of k and v
 MODEL = Model(
@@ -31,7 +30,7 @@ MODELS = {
 }
 NONE = {"reduce_bucket_size": 0, "prefetch_bucket_size": 0, "max_live_parameters": 0, "max_reuse_distance": 0}
 # name -> {"step": arguments of `step`, "bytes": some of what `bytes_of` gives, "by hand": how a hand computes them}
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "footprint.json").read_text(encoding="utf-8"))
+GOLDEN = golden("footprint")
 
 
 def step(settings=None, model="plain", world=4, zero=None, json=None, **more):
@@ -53,9 +52,9 @@ def bytes_of(found):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_bytes_are_those_of_the_golden_file(name):
-    golden, found = GOLDEN[name], bytes_of(footprint(step(**GOLDEN[name]["step"])))
-    parts = found if golden.get("has all") else golden["bytes"]
-    assert {part: found[part] for part in parts} == golden["bytes"]
+    case, found = GOLDEN[name], bytes_of(footprint(step(**GOLDEN[name]["step"])))
+    parts = found if case.get("has all") else case["bytes"]
+    assert {part: found[part] for part in parts} == case["bytes"]
 
 
 def test_what_a_token_adds_is_the_slope():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +15,7 @@ from ds_seqpar.planner.auto import line_of, request_of, resolve_with_plan
 from ds_seqpar.planner.machine import DEFAULT, Machine
 from ds_seqpar.planner.plan import PlanResult, name_of, plan
 from ds_seqpar.planner.request import Job, Model
+from tests.unit.commands import golden
 from tests.words import missing
 
 Config = SequenceParallelConfig
@@ -43,12 +43,7 @@ def _planned(world=16, job=JOB, seen=_seen, **settings):
 
 
 # name -> {"why", "world", "job": changes of JOB, "settings", "found": what `seen_of` gives, "says": words of the line}
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "job.json").read_text(encoding="utf-8"))
-
-
-def job_of(golden):
-    changes = {name: tuple(x) if isinstance(x, list) else x for name, x in golden["job"].items()}
-    return dataclasses.replace(JOB, **changes)
+GOLDEN = golden("job")
 
 
 def seen_of(found):
@@ -113,10 +108,11 @@ def test_what_cannot_be_planned_is_refused(settings, job, said):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_what_is_planned_and_said_is_that_of_the_golden_file(name):
-    golden = GOLDEN[name]
-    found = _planned(golden["world"], job_of(golden), **golden["settings"])
-    assert seen_of(found) == golden["found"]
-    assert missing(line_of(found.plan), *golden["says"]) == []
+    case = GOLDEN[name]
+    job = {field: tuple(x) if isinstance(x, list) else x for field, x in case["job"].items()}
+    found = _planned(case["world"], dataclasses.replace(JOB, **job), **case["settings"])
+    assert seen_of(found) == case["found"]
+    assert missing(line_of(found.plan), *case["says"]) == []
 
 
 def test_a_json_says_what_is_trained():

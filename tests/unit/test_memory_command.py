@@ -3,27 +3,19 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from ds_seqpar.cli.memory import LIMIT, SHADES
 from ds_seqpar.models import numbers_of
 from ds_seqpar.planner.footprint import FOOTPRINT_ITEMS
-from tests.unit.commands import LLAMA, assert_refused, run, with_options
+from tests.unit.commands import LLAMA, assert_has, assert_refused, golden, run, with_options
 from tests.words import missing
 
 # name -> {"model": changes of LLAMA, "words": of the command, "json": a DeepSpeed JSON that it reads, "numbers": some
 # of the model's, "found": some of what --json prints, "by hand": how a hand computes them}
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "memory.json").read_text(encoding="utf-8"))
-EXACT = ("parts", "auto", "sequence_parallel")  # of these a golden file has all
-
-
-def _some_of(found, golden):
-    """What was found of what a golden file has."""
-    if not isinstance(golden, dict):
-        return found
-    return {name: found[name] if name in EXACT else _some_of(found[name], x) for name, x in golden.items()}
+GOLDEN = golden("memory")
+EXACT = ("parts", "auto", "sequence_parallel")
 
 
 def _memory(capsys, place, *words):
@@ -33,20 +25,20 @@ def _memory(capsys, place, *words):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_numbers_are_those_of_the_golden_file(capsys, tmp_path, name):
-    golden = GOLDEN[name]
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **golden.get("model", {})}), encoding="utf-8")
-    (tmp_path / "ds.json").write_text(json.dumps(golden.get("json")), encoding="utf-8")
+    case = GOLDEN[name]
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **case.get("model", {})}), encoding="utf-8")
+    (tmp_path / "ds.json").write_text(json.dumps(case.get("json")), encoding="utf-8")
     numbers = dataclasses.asdict(numbers_of(str(tmp_path)))
-    assert _some_of(numbers, golden.get("numbers", {})) == golden.get("numbers", {})
-    if "found" in golden:
-        words = [*golden["words"], *(["--config", tmp_path / "ds.json"] if "json" in golden else [])]
+    assert_has(numbers, case.get("numbers", {}))
+    if "found" in case:
+        words = [*case["words"], *(["--config", tmp_path / "ds.json"] if "json" in case else [])]
         out, err, code = run(capsys, "memory", "--model", tmp_path, "--ranks", 4, "--json", *words)
         assert (err, code) == ("", 0)
         found = json.loads(out)
         found["moments"] = {moment["moment"]: moment for moment in found["moments"]}
         found["names"] = sorted(found["moments"])
         found["with a cache"] = [name for name in found["names"] if found["moments"][name]["parts"].get("cache")]
-        assert _some_of(found, golden["found"]) == golden["found"]
+        assert_has(found, case["found"], EXACT)
 
 
 def test_parts_are_printed_with_the_moment_of_the_peak(capsys, place):

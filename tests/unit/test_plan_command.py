@@ -2,37 +2,28 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from ds_seqpar.deepspeed.config import read_config
-from tests.unit.commands import LLAMA, run, with_options
+from tests.unit.commands import LLAMA, assert_has, golden, run, with_options
 from tests.words import missing
 
 # name -> {"model": changes of LLAMA, "words" of the command, "documents": lengths in a file, "best": some of what
 # --json prints of the best, "by hand": how a hand finds it}
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "plan.json").read_text(encoding="utf-8"))
+GOLDEN = golden("plan")
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_best_is_that_of_the_golden_file(capsys, tmp_path, name):
-    golden, files = GOLDEN[name], []
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **golden["model"]}), encoding="utf-8")
-    if "documents" in golden:
+    case, files = GOLDEN[name], []
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **case["model"]}), encoding="utf-8")
+    if "documents" in case:
         files = ["--documents", tmp_path / "lengths.txt"]
-        files[1].write_text("\n".join(map(str, golden["documents"])), encoding="utf-8")
-    out, err, code = run(capsys, "plan", "--model", tmp_path, "--json", *golden["words"], *files)
+        files[1].write_text("\n".join(map(str, case["documents"])), encoding="utf-8")
+    out, err, code = run(capsys, "plan", "--model", tmp_path, "--json", *case["words"], *files)
     assert (err, code) == ("", 0)
-    assert_has(json.loads(out)["ranked"][0], golden["best"])
-
-
-def assert_has(found, golden):
-    if isinstance(golden, dict):
-        for name, x in golden.items():
-            assert_has(found[name], x)
-    else:
-        assert found == (pytest.approx(golden) if isinstance(golden, float) else golden)
+    assert_has(json.loads(out)["ranked"][0], case["best"])
 
 
 def _plan(capsys, place, *words):
