@@ -351,19 +351,22 @@ def test_what_says_no_documents_is_refused_on_every_rank():
     assert_all_refused(REFUSED, make(ulysses=2))
 
 
-def placements(sp):
-    """(what is given in place of a shard's own placement, what ranks are told) of each wrong one."""
-    of = {pack: sp.shard_batch(collated(pack))["placement"] for pack in (OTHER, PACKS["one row"])}
+def instead(sp):
+    """(what is given in place of parts of a shard, what ranks are told) of what is not its batch's, or too short."""
+    of = {pack: sp.shard_batch(collated(pack))["placement"] for pack in (ROWS, OTHER, PACKS["one row"])}
     other_size, wrong = make(size=2, ulysses=1).shard_batch(collated(ROWS))["placement"], sp.rank == WRONG
+    own, other = ({"placement": of[pack]} for pack in (ROWS, OTHER))
     return [
-        (lambda own: other_size, everywhere("4 CP ranks", "got 2")),
-        (lambda own: of[PACKS["one row"]], everywhere("(1, 2")),
-        (lambda own: {"rows": 2}, everywhere("got dict")),
-        (lambda own: of[OTHER], everywhere("other tokens")),
-        (lambda own: of[OTHER] if wrong else own, only_one("other tokens")),
-        (lambda own: dataclasses.replace(own, restarts=(0,)), everywhere("other tokens")),
-        (lambda own: None, everywhere("its placement included")),
-        (lambda own: None if wrong else own, only_one("its placement included")),
+        ({"placement": other_size}, everywhere("4 CP ranks", "got 2")),
+        ({"placement": of[PACKS["one row"]]}, everywhere("(1, 2")),
+        ({"placement": {"rows": 2}}, everywhere("got dict")),
+        (other, everywhere("other tokens")),
+        (other if wrong else own, only_one("other tokens")),
+        ({"placement": dataclasses.replace(of[ROWS], restarts=(0,))}, everywhere("other tokens")),
+        ({"placement": None}, everywhere("its placement included")),
+        ({"placement": None} if wrong else own, only_one("its placement included")),
+        ({"position_ids": sp.shard_batch(collated(ROWS))["position_ids"] + 1}, everywhere("other tokens")),
+        (sp.shard_batch({name: x[:, :3] for name, x in collated([(40,)] * 2).items()}), everywhere("got 3 tokens")),
     ]
 
 
@@ -372,9 +375,11 @@ def test_a_patched_model_refuses_a_placement_that_is_not_its_batchs():
     """After which a right batch has the loss that it had before."""
     sp = make(ulysses=1)
     model, found = small().double().patch_attention(sp), set()
-    for number, (placement, told) in enumerate(placements(sp)):
+    for number, (changes, told) in enumerate(instead(sp)):
         shard = sp.shard_batch(collated(ROWS))
-        refused = refusal(model, **{**shard, "placement": placement(shard["placement"])})
+        sp.comm.received.clear()
+        refused = refusal(model, **{**shard, **changes})
         assert lacking(refused, *told.get(sp.rank, told.get("others"))) == [], (number, refused)
+        assert not sp.comm.received
         found.add(sp.mean_loss(model(**shard).loss))
     assert len(found) == 1

@@ -12,8 +12,7 @@ from transformers import (
 )
 
 from hf_integration import patch_attention
-from tests.dist.ranks import WRONG, assert_all_refused, differ, everywhere, make, only_one
-from tests.hf.families import batch_of, model_of
+from tests.dist.ranks import assert_all_refused, differ, everywhere, make, only_one
 from tests.hf.llama import MODES, SEQ, held, ragged, small
 from tests.launch import on_each_of
 
@@ -165,39 +164,3 @@ CALLS = {
 @on_each_of(WORLD)
 def test_what_would_train_wrongly_is_refused_on_all_ranks():
     assert_all_refused(CALLS, make(**SECTION))
-
-
-def packed(sp):
-    return sp.shard_batch(batch_of("packed"))
-
-
-def mixed(sp):
-    return {**packed(sp), "placement": sp.shard_batch(batch_of("odd"))["placement"]}
-
-
-def call(batch):
-    """A forward of a patched model on what `batch(sp)` makes."""
-    return lambda sp, rank: model_of("llama").patch_attention(sp)(**batch(sp))
-
-
-# what is not this rank's, or leaves a rank without tokens
-PLACEMENTS = {
-    "short": (
-        call(lambda sp: sp.shard_batch({name: x[:, :3] for name, x in batch_of("odd").items()})),
-        everywhere("4 ranks", "got 3 tokens"),
-    ),
-    "none": (call(lambda sp: {**packed(sp), "placement": None}), everywhere("tokens", "sp.shard_batches")),
-    "another": (call(mixed), everywhere("tokens", "placement", "got (1, ")),
-    "a text": (call(lambda sp: {**packed(sp), "placement": "packed"}), everywhere("BatchLayout", "got str")),
-    "positions": (
-        call(lambda sp: {**packed(sp), "position_ids": packed(sp)["position_ids"] + 1}),
-        everywhere("position_ids", "placement", "other tokens"),
-    ),
-    # all ranks deal the same batches
-    "another on one rank": (call(lambda sp: (packed(sp), mixed(sp))[sp.rank == WRONG]), only_one("placement")),
-}
-
-
-@on_each_of(4)
-def test_what_is_not_this_ranks_is_refused():
-    assert_all_refused(PLACEMENTS, make(size=4, ulysses=2))
