@@ -43,7 +43,7 @@ _forms = pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
 
 
 @_forms
-@examples(40)
+@examples(20)
 @given(data=st.data())
 def test_every_schedule_builds_plans_that_validate(schedule, direction, travels, data):
     """The same ones again, which cannot be changed. Blocks of different lengths need no collectives."""
