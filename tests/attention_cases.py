@@ -381,7 +381,10 @@ class Truth:
             single = exact | dict(zip(NAMES, results(found), strict=False))
         factor = q.shape[3] ** -0.5 if scores["scale"] is None else float(scores["scale"])
         natural, rounding = dict.fromkeys(NAMES, 1.0), 0.0
-        if not case["latent"]:
+        if case["latent"]:
+            kv = torch.einsum("bnr,hre->bnhe", k, v)
+            natural["dq"] = factor * _products(do, kv[..., q.shape[3] :]) * _top(kv[..., : q.shape[3]])
+        else:
             top = [_top(x) for x in whole]
             size = factor * max(_products(q, k), top[0] * top[1] * math.sqrt(q.shape[3]))
             given = max(_products(do, v), top[3] * top[2])  # of which the mean is taken away
