@@ -383,7 +383,8 @@ class Truth:
         natural, rounding = dict.fromkeys(NAMES, 1.0), 0.0
         if case["latent"]:
             kv = torch.einsum("bnr,hre->bnhe", k, v)
-            natural["dq"] = factor * _products(do, kv[..., q.shape[3] :]) * _top(kv[..., : q.shape[3]])
+            size = factor * _products(do, kv[..., q.shape[3] :]) * _top(kv[..., : q.shape[3]])
+            natural["dq"] = max(1.0, size)
         else:
             top = [_top(x) for x in whole]
             size = factor * max(_products(q, k), top[0] * top[1] * math.sqrt(q.shape[3]))
