@@ -10,12 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests import grids, plants
+from tests import attention_cases, grids, plants
 from tests.dist import (
     test_batch_refusals,
     test_cached_attention,
     test_contract,
-    test_latent,
     test_loaders,
     test_packs,
     test_recurrence,
@@ -44,10 +43,10 @@ class Fault:
 
 
 def drawn(schedule):
-    """Cases of test_exact on virtual ranks, all of them on one rank, on which the fault is."""
-    for case in test_exact.draws(schedule, 9, 60, 60):
+    """Cases on virtual ranks, all of them on one rank, on which the fault is."""
+    for case in attention_cases.draws(schedule, 9, 60, 60):
         with pytest.MonkeyPatch.context() as patch:
-            test_exact.check(case, patch)
+            attention_cases.check(case, patch)
 
 
 def exact(schedule="ring"):
@@ -120,8 +119,7 @@ FAULTS = {
         lambda folder: on_ranks(1, test_common_part.test_a_sink_keeps_its_weight),
     ),
     "a latent's matrix with the gradient of one product": Fault(
-        "ds_seqpar.operators.latent:LatentBackward.product", "self.dmatrix +=", "self.dmatrix =",
-        on_each(test_latent.test_what_is_sent_changes_no_number),
+        "ds_seqpar.operators.latent:LatentBackward.product", "self.dmatrix +=", "self.dmatrix =", exact(),
     ),
     # --- heads
     "heads from the wrong end": Fault(
