@@ -68,7 +68,7 @@ class _Result:
 
 
 class _Tracker:
-    """A counter for the bytes of all tensors while a program runs."""
+    """Tracks the bytes of all live tensors while a program runs."""
 
     def __init__(self, bound: BoundProgram, choice: SavedForBackward = SavedForBackward.NOTHING) -> None:
         self.bound, self.choice, self.shape, self.program = bound, choice, bound.shape, bound.program

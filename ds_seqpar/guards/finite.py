@@ -145,8 +145,8 @@ class Finite(Guard):
         """Agree on findings at the end of a call.
 
         All ranks that share the sequence must call this function. If an engine trains on several sequences, findings
-        are raised on the ranks of all sequences, before or after the engine's `backward`. Without such an engine,
-        findings are raised at the end of the call.
+        are raised on the ranks of all sequences, before or after the engine's `backward`. Without such an engine, any
+        problem found is raised as an error at the end of the call.
         """
         trains = torch.is_grad_enabled() or compat.graph_task() >= 0
         self.agree(self.groups.control, later=trains and self.engine is not None and self.sequences > 1)

@@ -85,7 +85,7 @@ def _loss(model: Any, inputs: dict[str, Any], base: Any) -> Tensor:
 
 
 def through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Call `sum_tiles(head's forward, x, sums)` inside one call of the head.
+    """Call `sum_tiles(forward, x, sums)` within a single call of the head, where `forward` is the head's own forward.
 
     Hooks on the head, such as ZeRO-3's hooks, therefore do not see the tiles. The head's forward is replaced only
     during the call, even if other code has already replaced it.

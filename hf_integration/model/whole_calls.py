@@ -290,7 +290,7 @@ def compute_on_parts(module: nn.Module, sp: SequenceParallel) -> tuple[Removable
 
 
 def _whole(sp: SequenceParallel, context: ForwardContext, labeled: bool, shifted: bool, name: str, x: Any) -> Any:
-    """Return a whole output made from this rank's shard.
+    """Return the whole tensor of which this rank's output is a shard.
 
     Args:
         labeled: Whether the output has a loss.

@@ -149,7 +149,7 @@ def fault_of(path: Path) -> str:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write an engine's checkpoint in DeepSpeed's universal format, which runs with ZeRO stage 1 or higher can read.
+    """Write an engine's checkpoint in DeepSpeed's universal format, which can be loaded with ZeRO stage 1 or higher.
 
     Args:
         source: The folder of the checkpoint's tag.

@@ -40,11 +40,11 @@ class Tiling:
     also owns a late chunk, at position j or later. Every chunk has two numbers: its `place` in the sequence and its
     number in the plan. The number in the plan is `2 * rank` for a late chunk and `2 * rank + 1` for an early chunk.
 
-    Products inside a block belong to no tile. No additional bytes are sent in the row or column for products of one
-    strip's early chunks, or for products of late queries. The remaining products inside a block form the staircase,
-    which consists of a strip's early queries with k/v from earlier strips in the same block. Ranks in the row take some
-    of the k/v chunks (`fetched`), as long as the chunks cost no more than about one query. The other k/v chunks are
-    left to ranks in the block's column, which take the query instead (`lent`).
+    Products inside a block belong to no tile. Products of a strip's early chunks and of late queries add no traffic in
+    the row or column. The remaining products inside a block form the staircase, which consists of a strip's early
+    queries with k/v from earlier strips in the same block. Ranks in the row take some of the k/v chunks (`fetched`), as
+    long as the chunks cost no more than about one query. The other k/v chunks are left to ranks in the block's column,
+    which take the query instead (`lent`).
     """
 
     def __init__(self, ranks: int, strips: int) -> None:
