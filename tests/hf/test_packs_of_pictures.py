@@ -14,8 +14,7 @@ from hf_integration.look.small import call, small_copy
 from tests.dist.ranks import not_refused, refusal
 from tests.hf.llama import IGNORE, array
 from tests.hf.media_types import model_of
-from tests.hf.pictures import LIMIT
-from tests.hf.test_trainer_pictures import examples, joined
+from tests.hf.pictures import LIMIT, batched, examples
 from tests.hf.trainers import make, trained
 from tests.launch import on_ranks, on_trainer_ranks
 
@@ -63,7 +62,7 @@ def packed(name):
     model, samples = model_and_samples(name)
     shared, largest, counts = copy.deepcopy(model), 0.0, []
     sp = share_sequences(shared, **section_of(samples))
-    for number, packs in enumerate(sp.packs(DataLoader(samples, batch_size=STEP, collate_fn=joined))):
+    for number, packs in enumerate(sp.packs(DataLoader(samples, batch_size=STEP, collate_fn=batched))):
         model.zero_grad()
         shared.zero_grad()
         wanted = plain(model, samples[number * STEP : (number + 1) * STEP])
@@ -100,7 +99,7 @@ GIVEN |= {"adam_epsilon": 1e-2, "train_sampling_strategy": "sequential"}
 def run(folder, name, sequences, is_packed, changes):
     model, samples = model_and_samples(name)
     section = section_of(samples) if is_packed else None
-    parts = {"train_dataset": samples * 4, "eval_dataset": samples[:2], "data_collator": joined}
+    parts = {"train_dataset": samples * 4, "eval_dataset": samples[:2], "data_collator": batched}
     trainer = make(folder, sequences, section, 2, model, parts, **{**GIVEN, **changes})
     return trained(trainer).logs
 
@@ -153,12 +152,12 @@ def wrong_samples():
     model, samples = model_and_samples("qwen3_vl")
     sp, found = share_sequences(model, **section_of(samples)), {}
     for name, (change, _) in WRONG.items():
-        loader = DataLoader([change(samples[0]), *samples[1:3]], batch_size=3, collate_fn=joined)
+        loader = DataLoader([change(samples[0]), *samples[1:3]], batch_size=3, collate_fn=batched)
         found[name] = *refusal(lambda loader=loader: next(iter(sp.packs(loader)))), 0
     sp.close()
     model = small_copy(model_of("granite_speech"))[0].train()
     sp = share_sequences(model, **section_of(samples))
-    found["loss"] = *refusal(lambda: sp.packs(DataLoader(samples, batch_size=3, collate_fn=joined))), 0
+    found["loss"] = *refusal(lambda: sp.packs(DataLoader(samples, batch_size=3, collate_fn=batched))), 0
     return found
 
 
