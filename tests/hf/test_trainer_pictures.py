@@ -63,7 +63,7 @@ def parts(name, way, exact):
 def pictured(name, way, batches, stage=None, exact=False):
     """A case. Stage None: torch's optimizer, without DeepSpeed."""
     # an epsilon as large as gradients: else the first steps are made of the signs of what rounding has left
-    how = {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 5, "remove_unused_columns": False}
+    how = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "remove_unused_columns": False}
     how |= {"adam_epsilon": 1e-2, "train_sampling_strategy": "sequential", "gradient_accumulation_steps": batches}
     how |= {"deepspeed": None} if stage is None else {"deepspeed_changes": split()} if stage == 3 else {}
     section = {"ulysses": 1, "prove": "never", **WAYS[way].get("section", {})}
