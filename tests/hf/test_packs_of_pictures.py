@@ -1,6 +1,7 @@
 """Packs of samples with pictures, by our own packing: what the plain model computes of each sample alone."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from tests.dist.ranks import not_refused, refusal
 from tests.hf.llama import IGNORE, array
 from tests.hf.media_types import model_of
 from tests.hf.pictures import LIMIT, batched, examples
-from tests.hf.trainers import make, trained
-from tests.launch import on_ranks, on_trainer_ranks
+from tests.hf.trainers import FIGURES, case, compare
+from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 slow = pytest.mark.slow
@@ -92,16 +93,13 @@ def test_packs_train_as_each_sample_alone(name, ranks):
 
 
 # the Trainer averages the batches of some classes, so that a step of packs is that of one batch
-GIVEN = {"max_steps": 4, "gradient_accumulation_steps": 1, "remove_unused_columns": False}
+GIVEN = {"max_steps": 4, "gradient_accumulation_steps": 1, "remove_unused_columns": False, "only": FIGURES}
 GIVEN |= {"adam_epsilon": 1e-2, "train_sampling_strategy": "sequential"}
 
 
-def run(folder, name, sequences, is_packed, changes):
+def parts(name):
     model, samples = model_and_samples(name)
-    section = section_of(samples) if is_packed else None
-    parts = {"train_dataset": samples * 4, "eval_dataset": samples[:2], "data_collator": batched}
-    trainer = make(folder, sequences, section, 2, model, parts, **{**GIVEN, **changes})
-    return trained(trainer).logs
+    return {"model": model, "train_dataset": samples * 4, "eval_dataset": samples[:2], "data_collator": batched}
 
 
 @pytest.mark.parametrize(
@@ -113,11 +111,8 @@ def run(folder, name, sequences, is_packed, changes):
     ],
 )
 def test_the_trainer_logs_what_the_plain_one_does(name, ranks, changes, tmp_path):
-    (wanted,) = on_trainer_ranks(1, run, tmp_path / "plain", name, 8, False, changes)
-    assert len(wanted["loss"]) == 4
-    for found in on_trainer_ranks(ranks, run, tmp_path / "packed", name, 8 * 2 // ranks, True, changes):
-        for figure in ("loss", "grad_norm"):
-            assert found[figure] == pytest.approx(wanted[figure], rel=1e-5), figure
+    given = case(parts=functools.partial(parts, name), section=section_of(model_and_samples(name)[1]), **changes)
+    compare(tmp_path, {name: given}, (ranks, 2), batch=8, **GIVEN)
 
 
 def with_documents(sample, end):
