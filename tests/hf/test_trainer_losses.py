@@ -1,14 +1,13 @@
 """Losses of one's own in the Trainer, from whole outputs: the numbers are those of the plain Trainer."""
 
-import functools
-
 import pytest
 import torch
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from tests.hf.llama import IGNORE, small
-from tests.hf.trainers import accuracy, case, collate, compare, documents
+from tests.hf.trainers import accuracy, build, case, collate, compare, documents
+from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -118,21 +117,28 @@ def test_a_loss_of_ones_own_gives_the_plain_numbers(groups, stage, tmp_path):
     compare(tmp_path, OWN | OF_MODELS, (2 * groups, 2), batch=2 * groups, alone=False, **how)
 
 
-def repeated(counts, trainer):
-    return [trainer.evaluate(with_weights(count, seed=9))["eval_loss"] for count in counts]
+def repeated(folder, names, counts, size=None):
+    """By name and number of examples: evaluation losses of untrained models."""
+    found = {}
+    for name in names:
+        trainer = build(f"{folder}/{name}", {**OWN[name], "stage": 3, "section": {"ulysses": 1}}, size)
+        for count in counts:
+            found[name, count] = trainer.evaluate(with_weights(count, seed=9))["eval_loss"]
+    return found
 
 
 @pytest.mark.parametrize(
     ("names", "counts"),
     [
         (["a function by items", "a method with a column"], (5, 6)),
-        pytest.param(OWN, (5, 6, 7), marks=pytest.mark.slow),
+        pytest.param([*OWN], (5, 6, 7), marks=pytest.mark.slow),
     ],
     ids=len,
 )
 def test_an_evaluation_whose_last_batch_repeats_examples_gives_the_plain_loss(names, counts, tmp_path):
     """Of 6 examples, two groups of 2 leave one with repetitions alone; of 5 and 7, with fewer than another. Of a
     model's own loss no example counts once."""
-    how = {"stage": 3, "max_steps": 1, "gradient_accumulation_steps": 1, "section": {"ulysses": 1}}
-    how |= {"then": functools.partial(repeated, counts)}
-    compare(tmp_path, {name: OWN[name] for name in names}, (4, 2), alone=False, **how)
+    plain = on_ranks(2, repeated, tmp_path / "plain", names, counts)[0]
+    assert len(plain) == len(counts) * len(names)
+    for found in on_ranks(4, repeated, tmp_path / "shared", names, counts, 2):
+        assert found == pytest.approx(plain, rel=1e-5)
