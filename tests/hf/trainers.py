@@ -235,7 +235,7 @@ def make(folder, sequences, section=None, stage=2, model=None, parts=None, kind=
         stage: Of ZeRO.
         model: In place of the kind's.
         parts: The Trainer's own arguments; "before" and "between": classes before the mixin, and behind it.
-        kind: One of `KINDS`, or a class that takes what a Trainer does.
+        kind: One of `KINDS`, or a class or function of one's own that takes what the Trainer does.
         drops: Columns of its data sets that are left out.
         **changes: Of its arguments.
     """
@@ -249,7 +249,7 @@ def make(folder, sequences, section=None, stage=2, model=None, parts=None, kind=
         own |= {name: x.remove_columns(drops) for name, x in own.items() if name.endswith("_dataset")}
     given = fields(sequences, section, stage, **{**KINDS[name].args, **changes})
     if name == "Trainer":
-        plain, config = (kind if isinstance(kind, type) else Trainer), TrainingArguments
+        plain, config = (Trainer if kind == name else kind), TrainingArguments
     else:
         import trl
 
@@ -257,7 +257,7 @@ def make(folder, sequences, section=None, stage=2, model=None, parts=None, kind=
         del given["deepspeed"]["train_batch_size"]  # DeepSpeed counts ranks while a reference is loaded in parts
     if name in ROLLS_OUT:
         own["model"].config._name_or_path = str(Path(folder).with_name("reference"))  # from where trl loads one
-    shared = [SequenceParallelMixin] if section and not issubclass(plain, SequenceParallelMixin) else []
+    shared = [SequenceParallelMixin] if section and kind == name else []
     if bases := [*before, *shared, *between]:
         plain = SequenceParallelTrainer if bases == shared and plain is Trainer else type("Own", (*bases, plain), {})
     return plain(args=config(str(folder), **given), **own)
