@@ -8,8 +8,11 @@ import copy
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from hf_integration import patch_attention
+from hf_integration.inputs import MEDIA
+from hf_integration.inputs import TYPES as TYPES_OF_TOKENS
 from hf_integration.look.in_fp64 import fp64
 from hf_integration.look.media import joined, media_batch, padded
 from hf_integration.look.small import call, small_copy, tokens_for
@@ -137,6 +140,45 @@ def outcomes(names, world=2, kinds=KINDS, section=None):
             found[name] = {kind: _merged([rank[name][kind] for rank in ranks]) for kind in (*kinds, TAKES, DIVIDED)}
         rest = rest[len(done) :]
     return found
+
+
+def examples(model, rows):
+    """Return examples of a row each, of other texts and with other pictures."""
+    found = []
+    for number, pictures in enumerate(rows):
+        batch = media_batch(model, rows=(pictures or (0,),))[0]
+        is_text = batch["labels"] != IGNORE
+        ids = batch["input_ids"].where(is_text, 3) if not pictures else batch["input_ids"].clone()
+        ids[0, :3] = number + 3
+        labels = batch["labels"] if pictures else ids.clone()
+        labels[0, : number % 4 + 3] = IGNORE
+        batch |= {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+        if not pictures:
+            batch = {name: x * 0 if name in TYPES_OF_TOKENS else x for name, x in batch.items() if name not in MEDIA}
+        found.append({k: x.roll(number, -1) if k == "pixel_values" else x for k, x in batch.items()})
+    return found
+
+
+def batched(batches):
+    """Return examples as a batch: rows are padded on the right, pictures to the most tiles."""
+    found = {}
+    for name in {name: None for batch in batches for name in batch}:
+        given = [batch[name] for batch in batches if name in batch]
+        by_token = name in TYPES_OF_TOKENS or name in ("input_ids", "labels", "attention_mask")
+        if by_token or given[0].dim() > 4:
+            longest = max(x.shape[1] for x in given)
+            sides = [[0, 0] * (x.dim() - 2) + [0, longest - x.shape[1]] for x in given]
+            given = [
+                F.pad(x, side, value=IGNORE if name == "labels" else 0) for x, side in zip(given, sides, strict=True)
+            ]
+        found[name] = torch.cat(given)
+    return found
+
+
+def projections(model):
+    """Return the names of linear layers of the stack and of towers."""
+    names = {name.rpartition(".")[2] for name, x in model.named_modules() if isinstance(x, torch.nn.Linear)}
+    return sorted(name for name in names - {"lm_head"} if not name.isdigit())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from hf_integration import patch_attention, patched_with, unpatch_attention
 from tests.dist.ranks import assert_all_refused, everywhere, is_one_sentence, lacking, make, refusal
 from tests.dist.test_unused_sharding import BATCH, Model
 from tests.hf.llama import MODES, RATE, array, gap, one_process, part, ragged, settings, small, step, with_lora
-from tests.hf.test_trainer_refusals import half_loss, local_mean, own_forward, prompt_tuned, unshifted_loss, with_loss
+from tests.hf.losses import half_loss, local_mean, own_forward, prompt_tuned, unshifted_loss, with_loss
 from tests.launch import on_each_of
 from tests.launch import on_engine_ranks as on_ranks
 

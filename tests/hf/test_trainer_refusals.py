@@ -8,13 +8,11 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from datasets import Dataset
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import (
     ByT5Tokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
-    LlamaForCausalLM,
     default_data_collator,
 )
 
@@ -22,53 +20,13 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import SequenceParallelTrainer
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import small
-from tests.hf.trainers import documents, end_workers, make, settings, trained
-from tests.launch import on_each_of
+from tests.hf.losses import half_loss, local_mean, own_forward, prompt_tuned, unshifted_loss, with_loss
+from tests.hf.trainers import assert_refused, case, documents, make, settings, trained
 from tests.launch import on_trainer_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 SECTION = {"size": 2}
-
-
-def unshifted_loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
-    """Takes shift_labels and shifts labels itself."""
-    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-    return losses / num_items_in_batch
-
-
-def local_mean(logits, labels, vocab_size, shift_labels=None, **kwargs):
-    """Takes num_items_in_batch and divides by the rank's own tokens."""
-    return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
-
-
-def half_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **kwargs):
-    """Means another loss than the usual one."""
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), shift_labels.flatten(), ignore_index=-100, reduction="sum")
-    return 0.5 * losses / num_items_in_batch
-
-
-class OwnForwardForCausalLM(LlamaForCausalLM):
-    """Gives its loss neither: a fault that no signature shows."""
-
-    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, shift_labels=None, **kwargs):
-        return super().forward(input_ids=input_ids, labels=labels, shift_labels=shift_labels, **kwargs)
-
-
-def own_forward():
-    return OwnForwardForCausalLM(small(pad_token_id=0).config)
-
-
-def with_loss(function):
-    model = small(pad_token_id=0)
-    model.loss_function = function
-    return model
-
-
-def prompt_tuned():
-    import peft
-
-    return peft.get_peft_model(small(pad_token_id=0), peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4))
 
 
 def packed(first=0):
@@ -81,6 +39,7 @@ def equal(length, count=16):
 
 
 TEXTS = [{"text": "a", "id": 1}] * 8
+TOKENIZER = ByT5Tokenizer(extra_ids=0)
 
 
 def builtin():
@@ -88,12 +47,8 @@ def builtin():
     return ParallelismConfig(sp_backend="deepspeed", sp_size=1, cp_size=2)
 
 
-def parts(**given):
-    return {"parts": given}
-
-
 def right_padded():
-    return DataCollatorForLanguageModeling(ByT5Tokenizer(extra_ids=0), mlm=False)
+    return DataCollatorForLanguageModeling(TOKENIZER, mlm=False)
 
 
 def broken(examples):
@@ -128,70 +83,83 @@ OTHER_VALUES = {
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1e-3}},
 }
-# what is wrong -> (what `make` is given, each wrong value)
+
+
+def own(parts=dict, **changes):
+    """A case of one batch a step."""
+    return case(parts=parts, batch=2, gradient_accumulation_steps=1, **changes)
+
+
+def data(train_dataset, data_collator=default_data_collator, **changes):
+    return own({"train_dataset": train_dataset, "data_collator": data_collator}, **changes)
+
+
+def wrong_in_evaluation():
+    rows = {"train_dataset": equal(24), "eval_dataset": packed(first=1)}
+    return own({**rows, "data_collator": default_data_collator}, eval_on_start=True)
+
+
+FOREIGN = ["input_ids", "got id, text alone", "tokenize"]
+# what is wrong -> (the case, or what makes it; words of the sentence)
 WRONG = {
-    "context parallelism": (lambda: {"parallelism_config": builtin()}, "got cp_size 2"),
-    "tokens not averaged": (lambda: {"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
+    "context parallelism": (lambda: own(parallelism_config=builtin()), ["ParallelismConfig", "got cp_size 2"]),
+    "tokens not averaged": (own(average_tokens_across_devices=False), ["average_tokens_across_devices=False"]),
     "values of the JSON that are not those of arguments": (
-        lambda: parts_of_json(OTHER_VALUES),
-        *("train_batch_size", "train_micro_batch_size_per_gpu=5", "gradient_accumulation_steps=3", "bf16.enabled"),
-        *("gradient_clipping=0.5 for max_grad_norm=1.0", "optimizer.params.lr=0.1", "optimizer.params.eps"),
+        own(deepspeed_changes=OTHER_VALUES),
+        [
+            *("train_batch_size", "train_micro_batch_size_per_gpu=5", "gradient_accumulation_steps=3", "bf16.enabled"),
+            *("gradient_clipping=0.5 for max_grad_norm=1.0", "optimizer.params.lr=0.1", "optimizer.params.eps"),
+        ],
     ),
-    "loss ignores shift_labels": (lambda: {"model": with_loss(unshifted_loss)}, "shift_labels"),
-    "loss ignores num_items": (lambda: {"model": with_loss(local_mean)}, "num_items_in_batch"),
+    "loss ignores shift_labels": (
+        lambda: own({"model": with_loss(unshifted_loss)}),
+        ["shift_labels", "loss_function that"],
+    ),
+    "loss ignores num_items": (
+        lambda: own({"model": with_loss(local_mean)}),
+        ["num_items_in_batch", "loss_function that"],
+    ),
     "forward drops num_items, in tiles": (
-        lambda: {"model": own_forward(), **parts_of_json({"sequence_parallel": {**SECTION, "loss_tiles": 2}})},
-        "num_items_in_batch",
+        lambda: own({"model": own_forward()}, section={"loss_tiles": 2}),
+        ["num_items_in_batch", "where that is"],
     ),
-    "virtual tokens": (lambda: {"model": prompt_tuned()}, "prompt learning"),
+    "virtual tokens": (lambda: own({"model": prompt_tuned()}), ["prompt learning", "use LoRA"]),
     "batches by the first rank, and of all groups": (
-        lambda: {"accelerator_config": {"dispatch_batches": True, "split_batches": True}},
-        *("dispatch_batches=False", "split_batches=False"),
+        own(accelerator_config={"dispatch_batches": True, "split_batches": True}),
+        ["dispatch_batches=False", "split_batches=False"],
     ),
-    "uneven batches": (lambda: {"accelerator_config": {"even_batches": False}}, "even_batches=True"),
-    "a collator that fails": (lambda: parts(train_dataset=equal(24), data_collator=broken), "'weights'"),
-    "nobody pads": (lambda: parts(data_collator=default_data_collator), "default_data_collator"),
+    "uneven batches": (own(accelerator_config={"even_batches": False}), ["even_batches=True"]),
+    "a collator that fails": (lambda: data(equal(24), broken), ["'weights'"]),
+    "nobody pads": (own({"data_collator": default_data_collator}), ["default_data_collator", "pad_token"]),
     "labels are not padded": (
-        lambda: parts(
-            train_dataset=[{**e, "labels": e["input_ids"]} for e in lists()],
-            data_collator=DataCollatorWithPadding(ByT5Tokenizer(extra_ids=0)),
-        ),
-        "DataCollatorWithPadding",
+        lambda: data([{**e, "labels": e["input_ids"]} for e in lists()], DataCollatorWithPadding(TOKENIZER)),
+        ["DataCollatorWithPadding", "tokenizer.pad_token"],
     ),
-    "padding between tokens": (lambda: as_it_is(holes()), "attention_mask"),
-    "documents that begin in the middle": (lambda: as_it_is(packed(first=1)), "got 1"),
-    "such documents for evaluation": (
-        lambda: {**as_it_is(equal(24), eval_dataset=packed(first=1)), "eval_on_start": True}, "got 1"
-    ),
-    "no labels": (lambda: as_it_is([{"input_ids": torch.ones(24)}] * 8), "labels"),
-    "pictures": (lambda: parts(train_dataset=equal(24), data_collator=with_pictures), "got pixel_values"),
-    "raw text in columns": (
-        lambda: parts(train_dataset=Dataset.from_list(TEXTS), data_collator=right_padded()), "got id, text alone"
-    ),
-    "raw text in columns for evaluation": (lambda: parts(eval_dataset=Dataset.from_list(TEXTS)), "got id, text alone"),
+    "padding between tokens": (lambda: data(holes()), ["attention_mask", "zeros between"]),
+    "documents that begin in the middle": (lambda: data(packed(first=1)), ["position_ids", "got 1", "token 0"]),
+    "wrong documents for evaluation": (wrong_in_evaluation, ["position_ids", "got 1", "token 0"]),
+    "no labels": (lambda: data([{"input_ids": torch.ones(24)}] * 8), ["labels"]),
+    "pictures": (lambda: data(equal(24), with_pictures), ["text alone", "got pixel_values"]),
+    "raw text in columns": (lambda: data(Dataset.from_list(TEXTS), right_padded()), FOREIGN),
+    "raw text in columns for evaluation": (lambda: own({"eval_dataset": Dataset.from_list(TEXTS)}), FOREIGN),
     "raw text in rows, by a worker": (
-        lambda: {**parts(train_dataset=TEXTS, data_collator=right_padded()), "dataloader_num_workers": 1},
-        "got id, text alone",
+        lambda: data(TEXTS, right_padded(), dataloader_num_workers=1),
+        ["in a worker", "ConfigError", "got id, text alone"],
     ),
-    "a data set that fails": (lambda: parts(train_dataset=Broken()), "FileNotFoundError: no such file"),
-    "labels on padding": (lambda: as_it_is(labeled_padding()), "got 6"),
-    "a misspelt section": (lambda: parts_of_json({"sequence_paralel": {"size": 2}}), 'got "sequence_paralel"'),
-    "a key given twice": (lambda: {"deepspeed": written_twice()}, '"ulysses" twice'),
+    "data that fails": (lambda: own({"train_dataset": Broken()}), ["loading data", "FileNotFoundError: no such file"]),
+    "labels on padding": (lambda: data(labeled_padding()), ["labels", "got 6", "-100", "attention_mask"]),
+    "a misspelt section": (own(deepspeed_changes={"sequence_paralel": {}}), ['got "sequence_paralel", rename']),
+    "a key given twice": (lambda: own(deepspeed=written_twice()), ['"ulysses" twice']),
     "what DeepSpeed refuses": (
-        lambda: parts_of_json({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1.5}}), "1.5"
+        own(deepspeed_changes={"zero_optimization": {"stage": 2, "reduce_bucket_size": 1.5}}),
+        ["zero_optimization.reduce_bucket_size", "1.5"],
     ),
-    "a loader of sp.loader": (lambda: {"kind": loaders(lambda trainer: trainer.sp.loader)}, "a loader of sp.loader"),
-    "several GPUs' JSON": (lambda: parts_of_json({"sequence_parallel_size": 2}), "sequence_parallel_size"),
-}  # fmt: skip
-
-
-def parts_of_json(changes):
-    return {"deepspeed_changes": changes}
-
-
-def as_it_is(train_dataset, **more):
-    """Examples that no collator pads."""
-    return parts(train_dataset=train_dataset, data_collator=default_data_collator, **more)
+    "a loader of sp.loader": (
+        lambda: own(kind=loaders(lambda trainer: trainer.sp.loader)),
+        ["a loader of sp.loader", "return self.accelerator.prepare(DataLoader(...))"],
+    ),
+    "several GPUs' JSON": (own(deepspeed_changes={"sequence_parallel_size": 2}), ["sequence_parallel_size"]),
+}
 
 
 def holes():
@@ -223,22 +191,8 @@ class Broken(torch.utils.data.Dataset):
         raise FileNotFoundError("no such file")
 
 
-@on_each_of(2, keep="trainer")
 def test_each_is_refused_by_every_rank_before_the_first_step(tmp_path):
-    wrong = {}
-    for name, (given, *values) in WRONG.items():
-        trainers = []
-
-        def run(name=name, given=given, trainers=trainers):
-            trainers.append(make(f"{tmp_path}/{name}", 2, SECTION, **{"gradient_accumulation_steps": 1, **given()}))
-            trainers[-1].train()
-
-        kind, sentence = refusal(run)
-        end_workers()
-        steps = sum(trainer.state.global_step for trainer in trainers)
-        if not kind or steps or not is_one_sentence(sentence) or missing(sentence, *values):
-            wrong[name] = kind, sentence
-    assert wrong == {}
+    assert_refused(tmp_path, __name__)
 
 
 class ScaledLoss(SequenceParallelTrainer):
@@ -249,45 +203,60 @@ class ScaledLoss(SequenceParallelTrainer):
         return (0.5 * loss, output) if kwargs.get("return_outputs") else 0.5 * loss
 
 
-@on_each_of(2, keep="trainer")
+def own_losses(folder):
+    """(what is said of a model's own loss, the norms of runs on half of the usual loss, those of the usual one): by a
+    compute_loss, which sees whole batches; by a model."""
+    _, said = refusal(make(f"{folder}/model", 2, SECTION, model=with_loss(half_loss)).train)
+    args, norms = {"max_steps": 1, "max_grad_norm": 0}, []
+    for name, given in {
+        "whole": {"kind": ScaledLoss},
+        "own": {"model": with_loss(half_loss), "parts": {"check_loss": False}},
+    }.items():
+        norms += trained(make(f"{folder}/{name}", 2, SECTION, **given, **args))["grad_norm"]
+    return said, norms, trained(make(f"{folder}/usual", 2, SECTION, **args))["grad_norm"]
+
+
 def test_a_models_own_loss_is_looked_at_before_the_first_step(tmp_path):
-    """By a compute_loss, which sees whole batches; by a model."""
-    _, sentence = refusal(make(f"{tmp_path}/model", 2, SECTION, model=with_loss(half_loss)).train)
-    assert is_one_sentence(sentence)
-    assert missing(sentence, "num_items_in_batch", "check_loss=False") == []
-    args, own = {"max_steps": 1, "max_grad_norm": 0}, {"model": with_loss(half_loss), "parts": {"check_loss": False}}
-    usual = trained(make(f"{tmp_path}/usual", 2, SECTION, **args))["grad_norm"]
-    for name, given in {"whole": {"kind": ScaledLoss}, "own": own}.items():
-        half = trained(make(f"{tmp_path}/{name}", 2, SECTION, **given, **args))["grad_norm"]
-        assert half == pytest.approx([0.5 * norm for norm in usual], rel=1e-5)
+    for sentence, half, whole in on_ranks(2, own_losses, tmp_path):
+        assert is_one_sentence(sentence)
+        assert "num_items_in_batch" in sentence
+        assert "check_loss=False" in sentence
+        assert half == pytest.approx([0.5 * norm for norm in whole * 2], rel=1e-5)
 
 
-@on_each_of(4, keep="trainer")
-def test_loaders_of_ones_own_are_prepared_by_the_accelerator(tmp_path):
-    """Training and evaluation losses are those of the Trainer's own loaders."""
+def own_loaders(folder):
+    """(training losses, evaluation losses) with loaders of a user's that the Trainer's accelerator prepares, and with
+    its own."""
     given = {"max_steps": 1, "eval_strategy": "epoch", "train_sampling_strategy": "sequential"}
     given["parts"] = {"train_dataset": documents(8)}
-    own = make(f"{tmp_path}/own", 2, SECTION, kind=loaders(lambda trainer: trainer.accelerator.prepare), **given)
-    runs = [trained(trainer).logs for trainer in (own, make(f"{tmp_path}/usual", 2, SECTION, **given))]
-    assert len({(*logs["loss"], *logs["eval_loss"]) for logs in runs}) == 1
+    own = make(f"{folder}/own", 2, SECTION, kind=loaders(lambda trainer: trainer.accelerator.prepare), **given)
+    runs = [trained(trainer).logs for trainer in (own, make(f"{folder}/usual", 2, SECTION, **given))]
+    return [(logs["loss"], logs["eval_loss"]) for logs in runs]
 
 
-@on_each_of(2, keep="trainer")
-def test_data_sets_are_as_long_on_all_ranks(tmp_path):
+def test_loaders_of_ones_own_are_prepared_by_the_accelerator(tmp_path):
+    for own, usual in on_ranks(4, own_loaders, tmp_path):
+        assert own == usual
+
+
+def unequal(folder):
     """Groups that have other numbers of examples would make other numbers of steps; ranks with other learning rates
     would step by them in their parts of the optimizer; data that was dealt to ranks before is no group's."""
     section, rank = {"size": 1}, dist.get_rank()
     data = equal(24, 16 - 4 * rank)
-    trainer = make(tmp_path, 1, section, stage=3, parts={"train_dataset": data})
-    other = make(tmp_path, 1, section, stage=3, learning_rate=1e-3 * (1 + rank))
-    dealt = make(tmp_path, 1, SECTION, stage=3, parts={"train_dataset": documents(32)[rank::2]})
-    for call, *values in (
-        (trainer.train, "rank 0: training examples 16", "rank 1: training examples 12"),
-        (lambda: trainer.evaluate(data), "rank 0: 8", "rank 1: 6"),
-        (other.train, "rank 0: learning_rate 0.001", "rank 1: learning_rate 0.002"),
-        (dealt.train, "whole data set"),
-    ):
-        assert missing(refusal(call)[1], *values) == []
+    trainer = make(folder, 1, section, stage=3, parts={"train_dataset": data})
+    other = make(folder, 1, section, stage=3, learning_rate=1e-3 * (1 + rank))
+    dealt = make(folder, 1, SECTION, stage=3, parts={"train_dataset": documents(32)[rank::2]})
+    calls = trainer.train, lambda: trainer.evaluate(data), other.train, dealt.train
+    return [refusal(call)[1] for call in calls]
+
+
+def test_data_sets_are_as_long_on_all_ranks(tmp_path):
+    for said in on_ranks(2, unequal, tmp_path):
+        assert missing(said[0], "rank 0: training examples 16", "rank 1: training examples 12") == []
+        assert missing(said[1], "evaluation data", "rank 0: 8", "rank 1: 6") == []
+        assert missing(said[2], "rank 0: learning_rate 0.001", "rank 1: learning_rate 0.002") == []
+        assert missing(said[3], "samples", "whole data set") == []
 
 
 class OwnOptimizer(SequenceParallelTrainer):
@@ -298,19 +267,22 @@ class OwnOptimizer(SequenceParallelTrainer):
         return self.optimizer
 
 
-@on_each_of(2, keep="trainer")
-def test_ranks_are_given_the_same_json_and_optimizer(tmp_path):
-    """In training, in evaluation and before the doctor; optimizers of their own too."""
+def unlike(folder):
+    """Ranks with other JSONs, in training, in evaluation and before the doctor; with optimizers of their own."""
     rank = dist.get_rank()
     buckets = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000 + rank}}
-    examined = make(tmp_path, 1, {**SECTION, "doctor": True}, deepspeed_changes=buckets)
-    said = refusal(examined.train)[1]
-    assert "the doctor" in said
-    for call in (examined.evaluate, make(tmp_path, 1, SECTION, deepspeed_changes=buckets).train):
-        for sentence in (said, refusal(call)[1]):
+    examined = make(folder, 1, {**SECTION, "doctor": True}, deepspeed_changes=buckets)
+    said = [refusal(examined.train)[1], refusal(examined.evaluate)[1]]
+    said.append(refusal(make(folder, 1, SECTION, deepspeed_changes=buckets).train)[1])
+    return said, refusal(make(folder, 1, SECTION, kind=OwnOptimizer).train)[1]
+
+
+def test_ranks_are_given_the_same_json_and_optimizer(tmp_path):
+    for said, of_optimizers in on_ranks(2, unlike, tmp_path):
+        assert "the doctor" in said[0]
+        for sentence in said:
             assert missing(sentence, "reduce_bucket_size 1000", "rank 1: ", "reduce_bucket_size 1001") == []
-    said = refusal(make(tmp_path, 1, SECTION, kind=OwnOptimizer).train)[1]
-    assert missing(said, "rank 0: SGD groups [0] lr 0.1", "rank 1: SGD groups [0] lr 0.2") == []
+        assert missing(of_optimizers, "rank 0: SGD groups [0] lr 0.1", "rank 1: SGD groups [0] lr 0.2") == []
 
 
 class FailsLater(torch.utils.data.Dataset):
@@ -340,18 +312,24 @@ def test_all_ranks_stop_when_one_cannot_read_its_data(tmp_path):
         assert is_one_sentence(sentence)
 
 
-@on_each_of(2, keep="trainer")
+def alone(folder):
+    return refusal(make, folder, 1, {"size": 1}, use_cpu=False)[1]
+
+
 def test_the_trainer_must_see_all_ranks(tmp_path):
     """On a machine without GPUs it takes every rank for the only one, unless it is told use_cpu."""
-    assert missing(refusal(make, tmp_path, 1, {"size": 1}, use_cpu=False)[1], "sees 1 of 2", "use_cpu=True") == []
+    for sentence in on_ranks(2, alone, tmp_path):
+        assert "sees 1 of 2" in sentence
+        assert "use_cpu=True" in sentence
 
 
-@on_each_of(2, keep="trainer")
-def test_models_may_differ(tmp_path):
+def two_models(folder):
     """Trainers of one process: other settings, left to be chosen, and a model that is patched already."""
-    first, second = make(tmp_path, 2, SECTION), make(tmp_path, 2, {"size": 2, "ulysses": 1, "layout": "auto"})
+    first, second = make(folder, 2, SECTION), make(folder, 2, {"size": 2, "ulysses": 1, "layout": "auto"})
     sp = SequenceParallel(SequenceParallelConfig(size=2))
-    third = make(tmp_path, 2, SECTION, model=small(pad_token_id=0).patch_attention(sp))
-    assert first.sp is not second.sp
-    assert second.sp.config.ulysses == 1
-    assert third.sp is sp
+    third = make(folder, 2, SECTION, model=small(pad_token_id=0).patch_attention(sp))
+    return first.sp is not second.sp, second.sp.config.ulysses, third.sp is sp
+
+
+def test_models_may_differ(tmp_path):
+    assert on_ranks(2, two_models, tmp_path) == [(True, 1, True)] * 2

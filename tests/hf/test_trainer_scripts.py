@@ -1,22 +1,19 @@
 """Scripts that train with the Trainer: ours in all ways it is started, and a plain one with the documented change."""
 
 import json
-import os
 import re
 from pathlib import Path
 
 import pytest
-from accelerate.commands.launch import launch_command, launch_command_parser
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 from tests import scripts
 from tests.hf.llama import llama
 from tests.hf.trainers import settings
+from tests.scripts import EXAMPLE, ROOT, save_texts, set_by_accelerate
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "finetune_trainer.py"
 PLAIN = (Path(__file__).parent / "plain_trainer.py").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "trainer.md").read_text(), re.S)
 
@@ -82,22 +79,6 @@ def run(launcher, ranks, config, folder, *more):
     if launcher == "deepspeed":
         return scripts.launch(launcher, ranks, folder, EXAMPLE, *words)
     return scripts.run(ranks, folder, EXAMPLE, "--local_rank=LOCAL_RANK", *words)
-
-
-def set_by_accelerate(ranks, *options):
-    """What `accelerate launch` sets for the processes it starts: it is stopped before it starts any."""
-    words, found, before = [*options, "--num_processes", str(ranks), "script.py"], {}, dict(os.environ)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.run.run", lambda args: found.update(os.environ))
-        launch_command(launch_command_parser().parse_args(words))
-    return {name: value for name, value in found.items() if before.get(name) != value}
-
-
-def save_texts(folder):
-    """A few short ones: all of Python's own take seconds to be listed and read, on every rank."""
-    folder.mkdir()
-    for number in range(15):
-        (folder / f"{number}.txt").write_text(f"document {number} says so. " * (4 + number % 7))
 
 
 CHECKPOINTED = ["--gradient_checkpointing", "True"]

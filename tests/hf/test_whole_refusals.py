@@ -14,7 +14,7 @@ from hf_integration import share_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.grids import each_then_rest
 from tests.hf.llama import MODES, small
-from tests.hf.test_trainer_refusals import local_mean
+from tests.hf.losses import local_mean
 from tests.launch import on_each_of, on_ranks
 from tests.words import missing
 
