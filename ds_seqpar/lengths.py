@@ -165,7 +165,7 @@ class StepDealer:
         positions = self.packing.positions_of({**tensors, **media}).cpu() if media else None
         if positions is not None and len(positions) > 1 < len(documents):
             raise InputError(
-                f"samples with pictures must be one document each, where positions have several axes; got one of "
+                f"samples with images must be one document each, where positions have several axes; got one of "
                 f"{len(documents)}, give each document as a sample"
             )
         return Row(tensors, documents, media, positions)

@@ -141,7 +141,7 @@ def check_rollouts(trainer_class: type) -> None:
 def cuts_of_rows() -> tuple[Callable, Callable]:
     """Return trl's functions that split a processor's output into rows and join the rows again."""
     names = ("split_pixel_values_by_grid", "unsplit_pixel_values_by_grid")
-    cut, join = (private(f"trl.trainer.utils:{name}", "GRPO and RLOO with pictures") for name in names)
+    cut, join = (private(f"trl.trainer.utils:{name}", "GRPO and RLOO with images") for name in names)
     return cut, join
 
 

@@ -105,7 +105,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("pictures need matplotlib; it is not installed, pip install 'ds_seqpar[plot]'") from None
+        raise ConfigError("figures need matplotlib; it is not installed, pip install 'ds_seqpar[plot]'") from None
     return Figure(figsize=(width, height))
 
 
@@ -115,7 +115,7 @@ def save(figure: Figure, file: str | Path) -> None:
         figure.savefig(file, dpi=110, bbox_inches="tight")
     # the folder is missing, or the extension is unknown or requires LaTeX
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"a picture needs a file that can be written; got {file}: {error}") from None
+        raise ConfigError(f"a figure needs a file that can be written; got {file}: {error}") from None
 
 
 def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: float) -> None:

@@ -90,22 +90,20 @@ class Answer(NamedTuple):
                 f"{limit / GIB:.1f} of {machine.memory / GIB:.1f} GiB for tensors",
                 f"nodes of {machine.per_node}",
             ]
-        return [f"assumed: {'; '.join(assumptions)}", *self.picture_lines(), *self.inputs.model.not_counted]
+        return [f"assumed: {'; '.join(assumptions)}", *self.image_lines(), *self.inputs.model.not_counted]
 
-    def picture_lines(self) -> list[str]:
+    def image_lines(self) -> list[str]:
         """Return a line about the images in a sequence and the vision tower."""
-        tower, pictures, seq = self.inputs.model.tower, self.inputs.job.pictures, self.inputs.seq
+        tower, images, seq = self.inputs.model.tower, self.inputs.job.images, self.inputs.seq
         if tower is None:
             return []
         line = f"a tower has {tower.layers.parameters:,} of {self.inputs.model.parameters:,} parameters"
-        if pictures is None:
-            return [f"{line}; no pictures are counted: say --pictures"]
-        number, of_each, patches = pictures
-        line += (
-            f"; pictures: {number} of {of_each:,} tokens and {patches:,} patches are {number * of_each / seq:.1%} of "
-        )
+        if images is None:
+            return [f"{line}; no images are counted: say --images"]
+        number, of_each, patches = images
+        line += f"; images: {number} of {of_each:,} tokens and {patches:,} patches are {number * of_each / seq:.1%} of "
         batch = self.inputs.job.batch or 1
-        line += f"a sequence, and a rank computes {pictures.of_rank(self.config, batch)} of {batch * number}"
+        line += f"a sequence, and a rank computes {images.of_rank(self.config, batch)} of {batch * number}"
         if self.inputs.machine is None:
             return [line]
         step = self.inputs.job.step(self.config, self.inputs.world, self.inputs.machine.gpus)

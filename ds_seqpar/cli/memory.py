@@ -33,7 +33,7 @@ from ..planner.plan import PlanResult
 from ..planner.request import TRAINERS, MemoryBudget, TrainingStep
 from . import packs
 from .assumed import Answer
-from .options import GIB, Inputs, add_lengths, add_options, add_pictures, add_ranks, count, tokens
+from .options import GIB, Inputs, add_images, add_lengths, add_options, add_ranks, count, tokens
 
 KIB = 2**10
 NODE = 8  # default number of ranks per node
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
     machine = f"say also what a node needs and which length fits: {', '.join(presets())}"
     add_ranks(parser)
     add_lengths(parser)
-    add_pictures(parser)
+    add_images(parser)
     add_options(parser, machine, "sizes are in bytes")
     parser.add_argument("--prompt", metavar="N", help="tokens of a prompt: say also what its cache takes")
     parser.add_argument("--trainer", choices=TRAINERS, help="trl's trainer of the step, for rows of --seq-len tokens")

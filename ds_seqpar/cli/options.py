@@ -13,7 +13,7 @@ from ..core.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_names
 from ..deepspeed.config import DECISIVE, DeepSpeedJson, autos
 from ..planner import limits
 from ..planner.machine import Machine
-from ..planner.request import Job, Model, Pictures, Request
+from ..planner.request import Images, Job, Model, Request
 
 # the DeepSpeed JSON if --config is not given; the learning rate affects only the printed JSON
 DEFAULTS: dict[str, Any] = {
@@ -54,13 +54,11 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", metavar="FILE", help=help)
 
 
-def add_pictures(parser: argparse.ArgumentParser) -> None:
-    help = "pictures, tiles of them, frames or sounds of each sequence, whose tokens are among those of --seq-len"
-    parser.add_argument("--pictures", metavar="N", help=help)
-    parser.add_argument("--picture-tokens", metavar="N", help="of each; default: the config's, where all have as many")
-    parser.add_argument(
-        "--picture-patches", metavar="N", help="of each, that the tower computes; default: the config's"
-    )
+def add_images(parser: argparse.ArgumentParser) -> None:
+    help = "images, tiles of them, frames or audio of each sequence, whose tokens are among those of --seq-len"
+    parser.add_argument("--images", metavar="N", help=help)
+    parser.add_argument("--image-tokens", metavar="N", help="of each; default: the config's, where all have as many")
+    parser.add_argument("--image-patches", metavar="N", help="of each, that the tower computes; default: the config's")
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -134,8 +132,8 @@ class Inputs:
         model, counted = numbers_of(args.model), copy.deepcopy(content)
         filled = fill_in(counted, model.hidden)
         job = Job.of(DeepSpeedJson.read(counted, args.config))
-        pictures = _pictures(args, model, seq)
-        job = dataclasses.replace(job, model=model, seq=seq, checkpointing=not args.no_checkpointing, pictures=pictures)
+        images = _images(args, model, seq)
+        job = dataclasses.replace(job, model=model, seq=seq, checkpointing=not args.no_checkpointing, images=images)
         return cls(
             content=content, counted=counted, filled=filled, config=config, model=model, seq=seq, job=job,
             machine=loaded,
@@ -177,25 +175,25 @@ def _pack(args: argparse.Namespace, config: SequenceParallelConfig, world: int) 
     return config.tokens_per_rank * (world if config.size == "auto" else config.size)
 
 
-def _pictures(args: argparse.Namespace, model: Model, seq: int) -> Pictures | None:
-    """Return the images in a sequence of `seq` tokens, or None without `--pictures`."""
-    names = ("--pictures", "--picture-tokens", "--picture-patches")
+def _images(args: argparse.Namespace, model: Model, seq: int) -> Images | None:
+    """Return the images in a sequence of `seq` tokens, or None without `--images`."""
+    names = ("--images", "--image-tokens", "--image-patches")
     values = [getattr(args, name.strip("-").replace("-", "_"), None) for name in names]
     number, of_each, patches = (text and tokens(name, text) for name, text in zip(names, values, strict=True))
     tower = model.tower
     if number is None and of_each is None and patches is None:
         return None
     if number is None or tower is None or getattr(args, "lengths", None) is not None:
-        got = "a model without a tower" if tower is None else "--lengths" if number else "no --pictures"
-        raise ConfigError(f"--pictures is of models with a tower, for a sequence; got {got}, leave one of them out")
+        got = "a model without a tower" if tower is None else "--lengths" if number else "no --images"
+        raise ConfigError(f"--images is of models with a tower, for a sequence; got {got}, leave one of them out")
     of_each = of_each or tower.tokens
     patches = patches or (of_each and tower.patches_a_token and of_each * tower.patches_a_token) or tower.patches
     if not of_each or not patches:
         missing = names[1] if not of_each else names[2]
-        raise ConfigError(f"--pictures needs {missing}, because the model's config gives no fixed number; got none")
+        raise ConfigError(f"--images needs {missing}, because the model's config gives no fixed number; got none")
     if number * of_each > seq:
-        raise ConfigError(f"--pictures must fit {seq} tokens; got {number} of {of_each} tokens, raise --seq-len")
-    return Pictures(number, of_each, patches)
+        raise ConfigError(f"--images must fit {seq} tokens; got {number} of {of_each} tokens, raise --seq-len")
+    return Images(number, of_each, patches)
 
 
 def _world(args: argparse.Namespace, per_node: int | None) -> int:

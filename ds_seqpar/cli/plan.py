@@ -21,9 +21,9 @@ from .options import (
     GIB,
     UNITS_HELP,
     Inputs,
+    add_images,
     add_lengths,
     add_options,
-    add_pictures,
     add_ranks,
     count,
     lengths_in,
@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help=SUMMARY, description=f"{SUMMARY}; what --set says is not searched")
     add_ranks(parser)
     add_lengths(parser)
-    add_pictures(parser)
+    add_images(parser)
     add_request(parser, f"the section's machine or {DEFAULT} by default; one of {', '.join(presets())}")
 
 

@@ -104,7 +104,7 @@ class PackingCollator:
             shapes = {name: _shape(x) for name, x in document.items()}
             if media := [name for name, shape in shapes.items() if len(shape) > 1 and math.prod(shape) != len(tokens)]:
                 raise InputError(
-                    f"this collator packs what has a number for each token; got {media[0]}, pack samples with pictures "
+                    f"this collator packs what has a number for each token; got {media[0]}, pack samples with images "
                     "by tokens_per_rank (docs/lengths.md)"
                 )
             if not all(map(bool, document.get("attention_mask", ()))):

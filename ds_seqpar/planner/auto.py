@@ -110,8 +110,8 @@ def line_of(result: PlanResult) -> str:
         line += f", {needed / GIB:.3g} of {machine.usable / GIB:.3g} GiB a rank"
     for other in result.ranked[1:2]:
         line += f"; next is {name_of(other.config)}, {other.seconds / best.seconds:.2f} times as long"
-    no_pictures = ["pictures are not counted"] if request.model.tower and request.job.pictures is None else []
-    return "; ".join([line, *no_pictures, *request.model.not_counted])
+    no_images = ["images are not counted"] if request.model.tower and request.job.images is None else []
+    return "; ".join([line, *no_images, *request.model.not_counted])
 
 
 def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
@@ -157,7 +157,7 @@ def memory_in_words(config: SequenceParallelConfig, job: Job, seq: int, world: i
     words, sparing = most_sparing(config, request)
     least = sparing.peak.total
     predicted = f"`python -m ds_seqpar memory` predicts {now / GIB:.3g} GiB a rank for {seq:,} tokens"
-    predicted += " without pictures" * (job.model.tower is not None)
+    predicted += " without images" * (job.model.tower is not None)
     if not words or least > SAVES * now:
         return f"{predicted}, and little less with other settings: take a larger size, a higher ZeRO stage or less data"
     return f"{predicted}, and {least / GIB:.3g} GiB with {', '.join(words)}: turn them on, or take a larger size"

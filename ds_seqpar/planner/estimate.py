@@ -79,15 +79,15 @@ def estimate(step: TrainingStep, machine: Machine) -> Estimate:
 
 def tower_seconds(step: TrainingStep, machine: Machine) -> float:
     """Return the time that a rank needs to compute the features of its images and to exchange features."""
-    tower, pictures, config = step.model.tower, step.pictures, step.config
-    if tower is None or pictures is None:
+    tower, images, config = step.model.tower, step.images, step.config
+    if tower is None or images is None:
         return 0.0
     again = dataclasses.replace(config, recompute_attention=True)  # checkpoints keep no results of a tower's attention
     pair, token = work(dataclasses.replace(step, model=tower.layers, config=again), machine)
-    number = pictures.of_rank(config, step.batch)
-    received = step.batch * pictures.number * pictures.tokens * step.model.hidden * ITEMSIZE[step.dtype]
+    number = images.of_rank(config, step.batch)
+    received = step.batch * images.number * images.tokens * step.model.hidden * ITEMSIZE[step.dtype]
     received = 0 if config.divide_media is False else received * (config.size - 1) // config.size
-    seconds = number * pictures.patches * (pair * tower.pairs(pictures.patches) + token)
+    seconds = number * images.patches * (pair * tower.pairs(images.patches) + token)
     return seconds + 2 * received / _wire(machine, config.size > machine.per_node).rate
 
 

@@ -39,7 +39,7 @@ FOOTPRINT_ITEMS = {
     "attention": "buffers of its attention and its messages",
     "state": "what a layer with a state projects, and states that arrive",
     "mlp": "its MLP",
-    "tower": "what makes features of pictures: its layers, and embeddings of all tokens with the features",
+    "tower": "what makes features of images: its layers, and embeddings of all tokens with the features",
     "loss": "logits, their softmax and gradient",
     "cache": "keys and values of the rows that the rank generates",
 }
@@ -203,11 +203,11 @@ class _StepMemory:
     @functools.cached_property
     def tower(self) -> _StepMemory | None:
         """Memory of a tower's layers, modeled as a separate model that processes the rank's own images."""
-        step, tower, pictures = self.step, self.model.tower, self.step.pictures
-        if tower is None or pictures is None:
+        step, tower, images = self.step, self.model.tower, self.step.images
+        if tower is None or images is None:
             return None
         alone = SequenceParallelConfig(recompute_attention=True, size=1).resolve(step.world)
-        seq = pictures.of_rank(self.config, step.batch) * pictures.patches
+        seq = images.of_rank(self.config, step.batch) * images.patches
         return _StepMemory(TrainingStep(
             model=tower.layers, config=alone, world=step.world, seq=seq, dtype=step.dtype, zero=step.zero,
             checkpointing=step.checkpointing, on_gpu=step.on_gpu,

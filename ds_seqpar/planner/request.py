@@ -74,7 +74,7 @@ class Index(NamedTuple):
         return (tokens - own) * (latents + self.own * self.keys), own * (size - 1) * latents
 
 
-class Pictures(NamedTuple):
+class Images(NamedTuple):
     """The images, videos or audio clips in each sequence, all of the same size."""
 
     number: int
@@ -227,7 +227,7 @@ class TrainingStep:
     optimizer_states: int = 2  # number of tensors that the optimizer keeps per parameter, such as Adam's two moments
     checkpointing: bool = True
     mask: Mask = CAUSAL
-    pictures: Pictures | None = None
+    images: Images | None = None
     objective: Objective = dataclasses.field(default_factory=Objective)
     on_gpu: bool = False  # whether GPU kernels are used, which allocate their own memory
 
@@ -263,7 +263,7 @@ class Job:
     zero: Zero = dataclasses.field(default_factory=Zero)
     optimizer_states: int = 2  # see `TrainingStep`
     checkpointing: bool = False
-    pictures: Pictures | None = None
+    images: Images | None = None
     uncounted: str = ""  # reason why the model is unknown
     objective: Objective = dataclasses.field(default_factory=Objective)
 
@@ -287,7 +287,7 @@ class Job:
         return TrainingStep(
             model=self.model, config=config, world=world, seq=self.seq, batch=self.objective.batch(self.batch or 1),
             dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, objective=self.objective,
-            optimizer_states=self.optimizer_states, mask=self.mask, pictures=self.pictures, on_gpu=on_gpu,
+            optimizer_states=self.optimizer_states, mask=self.mask, images=self.images, on_gpu=on_gpu,
         )  # fmt: skip
 
     def sizes(self, world: int) -> tuple[int, ...]:

@@ -38,8 +38,8 @@ class _Medium(NamedTuple):
     tokens: tuple[str, str, str]  # config names of the tokens before, at and after features
 
 
-PICTURES = _Medium(
-    "pictures",
+IMAGES = _Medium(
+    "images",
     "get_image_features",
     (
         r"(vision_start|image_start|image_bos|boi)_token_(id|index)|im_start_id",
@@ -47,8 +47,8 @@ PICTURES = _Medium(
         r"(vision_end|image_end|eoi)_token_(id|index)|im_end_id",
     ),
 )
-SOUNDS = _Medium(
-    "sounds",
+AUDIO = _Medium(
+    "audio",
     "get_audio_features",
     (r"(audio_start|audio_bos|boa)_token_(id|index)", r"audio_token_(id|index)", r"(audio_end|eoa)_token_(id|index)"),
 )
@@ -66,7 +66,7 @@ def media_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]] = ROWS) ->
         (the forward's inputs with labels, ""), or (None, a clause with the reason for failure).
     """
     reasons: list[str] = []
-    for medium in (PICTURES, SOUNDS):
+    for medium in (IMAGES, AUDIO):
         owner = next((module for module in reversed([*model.modules()]) if _takes(module, medium)), None)
         tokens = [_token(model.config, names) for names in medium.tokens]
         if owner is None:
@@ -102,7 +102,7 @@ def padded(model: PreTrainedModel, batch: Batch, left: Collection[int], length: 
 
 def placeholders(config: PreTrainedConfig) -> list[int]:
     """Return the tokens that features replace, according to a config."""
-    names = (PICTURES.tokens[1], r"video_token_(id|index)", SOUNDS.tokens[1])
+    names = (IMAGES.tokens[1], r"video_token_(id|index)", AUDIO.tokens[1])
     return [token for token in (_token(config, name) for name in names) if token is not None]
 
 
@@ -128,7 +128,7 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
     parameters = inspect.signature(getattr(owner, medium.method)).parameters
     values, *others = [name for name in parameters if name not in ("self", "kwargs")]
     required = [name for name in others if parameters[name].default is inspect.Parameter.empty]
-    if medium is SOUNDS:
+    if medium is AUDIO:
         bins = _number(config, "num_mel_bins|n_mel_bins|input_dim|feature_size", 80)
         bins *= _number(config, "num_stacked_frames", 1)
         masks = [name for name in others if name in required or "mask" in name]
@@ -140,7 +140,7 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
     times, merge = _number(config, "temporal_patch_size|patch_temporal", 1), _number(config, ".*merge_size", 2)
     sizes = [name for name in others if SIZED.fullmatch(name)]
 
-    def picture(shape: Sequence[int], grid: tuple[int, int]) -> Batch:
+    def image(shape: Sequence[int], grid: tuple[int, int]) -> Batch:
         """Return the inputs for an image with the given numbers of rows and columns of patches."""
         known = {
             r".*merge_sizes": torch.tensor([merge]),
@@ -167,13 +167,13 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
             flat = [(1, channels, patch, -patch)]
         for pair in GRIDS:
             for sides in flat:
-                yield [picture([x if x > 0 else -x * math.prod(grid) for x in sides], grid) for grid in pair]
+                yield [image([x if x > 0 else -x * math.prod(grid) for x in sides], grid) for grid in pair]
         return
-    yield [picture((1, channels, grid[0] * patch, grid[1] * patch), grid) for grid in WHOLE]
-    yield [picture((1, PATCHES**2, one), WHOLE[0])]
+    yield [image((1, channels, grid[0] * patch, grid[1] * patch), grid) for grid in WHOLE]
+    yield [image((1, PATCHES**2, one), WHOLE[0])]
     for tiles in TILES:
         shapes = [(1, x, channels, PATCHES * patch, PATCHES * patch) for x in tiles]
-        yield [picture(shape, (PATCHES * x, PATCHES * x)) for x, shape in enumerate(shapes, 1)]
+        yield [image(shape, (PATCHES * x, PATCHES * x)) for x, shape in enumerate(shapes, 1)]
 
 
 def _drawn(shape: Sequence[int]) -> Tensor:
@@ -198,9 +198,9 @@ def _batch(
     ids = tokens_for(config, len(rows), PLAIN + max(sum(PLAIN + numbers[x] + 2 for x in row) for row in sizes))
     behind = torch.ones_like(ids)
     before, place, after = tokens
-    for row, pictures in enumerate(sizes):
+    for row, images in enumerate(sizes):
         at = 0
-        for size in pictures:
+        for size in images:
             new = [x for x in (before, *[place] * numbers[size], after) if x is not None]
             at += PLAIN + len(new)
             ids[row, at - len(new) : at] = torch.tensor(new)
@@ -232,14 +232,14 @@ def _number_of_features(found: Any) -> int:
     return sum(x[..., 0].numel() for x in features)
 
 
-def joined(pictures: Sequence[Batch]) -> Batch:
+def joined(images: Sequence[Batch]) -> Batch:
     """Join images, or the images of several batches, into one batch.
 
     Images are padded to the largest size or concatenated into one strip of patches.
     """
     whole: Batch = {}
-    for name in (names := dict.fromkeys(name for picture in pictures for name in picture)):
-        given: list[Any] = [picture[name] for picture in pictures if name in picture]
+    for name in (names := dict.fromkeys(name for image in images for name in image)):
+        given: list[Any] = [image[name] for image in images if name in image]
         if isinstance(given[0], list):
             whole[name] = list(itertools.chain(*given))
             continue

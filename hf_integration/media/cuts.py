@@ -21,7 +21,7 @@ from ds_seqpar.base.errors import InputError
 # the tolerance in fp32, relative to the largest feature; images that attend to one another may differ only slightly
 # more
 ROUNDING = 2e-6
-GRID, TILE, PICTURE = "grid", "tile", "picture"
+GRID, TILE, IMAGE = "grid", "tile", "image"
 # ways to join a result field: concatenated tensors, lists with elements per image, lists whose elements are each joined
 # in one of these ways, and values that are the same in all shares
 CAT, LIST, EACH, SAME = "cat", "list", "each ", "same"
@@ -35,7 +35,7 @@ INSIDE = re.compile(r".*(hidden_states?|attentions)")
 class Cut(NamedTuple):
     """The way in which a feature method is divided among ranks. All fields can be written as JSON."""
 
-    by: str  # GRID: patches of all images in one dim; TILE: images in dims 0 and 1; PICTURE: images in dim 0
+    by: str  # GRID: patches of all images in one dim; TILE: images in dims 0 and 1; IMAGE: images in dim 0
     grid: str = ""  # the argument that contains each image's numbers of frames, patch rows and patch columns
     dim: int = 0  # the dim of the patches
     frames: bool = False  # whether a video's frames can be divided among ranks
@@ -43,7 +43,7 @@ class Cut(NamedTuple):
     ways: Mapping[str, str] = {}  # how each result field is joined
 
 
-class Pictures:
+class Images:
     """The images, tiles or video frames of one call, as elements that are assigned to ranks one by one.
 
     Attributes:
@@ -55,7 +55,7 @@ class Pictures:
     def __init__(self, arguments: Mapping[str, Any], cut: Cut) -> None:
         if cut.by == GRID and not isinstance(arguments.get(cut.grid), Tensor):
             raise InputError(
-                f"pictures need {cut.grid}, which says where each ends; got none, pass what a processor gives"
+                f"images need {cut.grid}, which says where each ends; got none, pass what a processor gives"
             )
         self.cut, self.arguments = cut, dict(arguments)
         self.values, values = next((name, x) for name, x in arguments.items() if isinstance(x, Tensor | list))
@@ -105,7 +105,7 @@ class Pictures:
             elif name == self.values or (isinstance(x, Tensor) and x.dim() and x.shape[0] == total):
                 size = x.shape[self.cut.dim]
                 if before * size % total or behind * size % total:
-                    raise ValueError(f"{size} of {name} are not shared by pictures of {self.costs} patches")
+                    raise ValueError(f"{size} of {name} are not shared by images of {self.costs} patches")
                 part[name] = x.narrow(self.cut.dim, before * size // total, (behind - before) * size // total)
         return part
 
@@ -174,24 +174,24 @@ def _tries(arguments: Mapping[str, Any]) -> Iterator[Cut]:
     (_, values), *others = [(name, x) for name, x in arguments.items() if isinstance(x, Tensor)]
     for grid, x in others:
         if not x.is_floating_point() and x.dim() == 2 and x.shape[1] in (2, 3):
-            films = (True, False) if x.shape[1] == 3 and (x[:, 0] > 1).any() else (False,)
-            yield from (Cut(GRID, grid, dim, frames) for dim in (0, 1, -1) for frames in films)
+            videos = (True, False) if x.shape[1] == 3 and (x[:, 0] > 1).any() else (False,)
+            yield from (Cut(GRID, grid, dim, frames) for dim in (0, 1, -1) for frames in videos)
     if values.dim() == 5:
         yield from (Cut(TILE, drops=True), Cut(TILE))
-    yield Cut(PICTURE)
+    yield Cut(IMAGE)
 
 
 def _ways(method: Callable[..., Any], arguments: Mapping[str, Any], cut: Cut) -> dict[str, str]:
     """Return the way to join each result field, or {} if single images and larger shares need different ways."""
-    whole, pictures, found = method(**arguments), Pictures(arguments, cut), list[dict[str, str]]()
-    names, count = features_in(whole), len(pictures.costs)
+    whole, images, found = method(**arguments), Images(arguments, cut), list[dict[str, str]]()
+    names, count = features_in(whole), len(images.costs)
     for ends in (range(count + 1), (0, 1, count)):
         shares = [*itertools.pairwise(ends)]
-        parts = [method(**pictures.part(*share)) for share in shares]
-        owners = [pictures.of_elements(*share) for share in shares]
+        parts = [method(**images.part(*share)) for share in shares]
+        owners = [images.of_elements(*share) for share in shares]
         fields = {name: [x[name] for x in parts] for name in names}
         rebuilt = {
-            name: [way for way in WAYS if _rebuilds(whole[name], way, each, owners, pictures.number)]
+            name: [way for way in WAYS if _rebuilds(whole[name], way, each, owners, images.number)]
             for name, each in fields.items()
         }
         found.append({name: ways[0] for name, ways in rebuilt.items() if ways})

@@ -28,9 +28,9 @@ from ds_seqpar.guards.waits import explaining_failure
 
 from ..compat import ZERO_ID, has_zero_hooks
 from ..context import LOCAL, current, entered
-from .cuts import Cut, Pictures, features_in
+from .cuts import Cut, Images, features_in
 
-CALL = "the forward of a model with pictures"
+CALL = "the forward of a model with images"
 
 
 def join(
@@ -75,7 +75,7 @@ class _Joining:
         if (is_partitioned and len(having) > 1) or sums[-1]:
             told = " and ".join(f"{name} would be called on {x}" for name, x in having.items())
             raise InputError(
-                f"partitioned parameters need pictures of one kind, or text as input_ids, on all {ranks} ranks in a "
+                f"partitioned parameters need images of one kind, or text as input_ids, on all {ranks} ranks in a "
                 f"forward; got ranks of which {told}, make micro-batches alike"
             )
         for name in having:
@@ -109,10 +109,10 @@ class _Joining:
         first = ranks - maximum(world, ranks - rank if given else 0, CALL)
         if rank == first:
             try:
-                smallest = Pictures(given, self.cuts[name]).smallest() if name in self.cuts else given
+                smallest = Images(given, self.cuts[name]).smallest() if name in self.cuts else given
                 told = [tree_map(lambda x: x.detach().cpu().clone() if isinstance(x, Tensor) else x, smallest)]
             except Exception as reason:  # sent to the other ranks, which are waiting for an image
-                told = [as_seqpar_error("telling ranks without pictures the smallest one failed", reason)]
+                told = [as_seqpar_error("telling ranks without images the smallest one failed", reason)]
         with explaining_failure(CALL, world):
             dist.broadcast_object_list(told, group=world, group_src=first)
         if isinstance(told[0], SeqParError):

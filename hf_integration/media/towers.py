@@ -36,11 +36,11 @@ from ..look.media import media_batch
 from ..look.small import call, small_copy
 from ..noise import own_stream
 from . import joining
-from .cuts import GRID, SAME, Cut, Pictures, cut_of, joined
+from .cuts import GRID, SAME, Cut, Images, cut_of, joined
 
-PICTURES, FILMS = "get_image_features", "get_video_features"
-METHODS = (PICTURES, FILMS, "get_audio_features")
-FEATURES = "features of pictures"
+IMAGES, VIDEOS = "get_image_features", "get_video_features"
+METHODS = (IMAGES, VIDEOS, "get_audio_features")
+FEATURES = "features of images"
 KIND = "features"  # the name under which `sp.comm.received` counts features
 Cuts = dict[str, Cut]
 
@@ -86,12 +86,12 @@ def cuts_for(model: PreTrainedModel, sp: SequenceParallel) -> Cuts:
         batch, reason = media_batch(small)
         cuts = cuts if batch is None else cuts_of(small, batch)
         if setting is True and not cuts:
-            reason = reason or "features of a picture are others where it is alone"
+            reason = reason or "features of an image are others where it is alone"
             got = f"got {type(model).__name__}: {reason}"
-            error = ConfigError(f'{SECTION}.divide_media true needs pictures that can be divided; {got}, say "auto"')
+            error = ConfigError(f'{SECTION}.divide_media true needs images that can be divided; {got}, say "auto"')
     except Exception as failed:  # reported to the other ranks
-        error = as_seqpar_error("looking at a model with pictures failed", failed)
-    assert_ranks_agree(sp.groups.control, "how pictures are divided", cuts, error=error, call="patch_attention")
+        error = as_seqpar_error("looking at a model with images failed", failed)
+    assert_ranks_agree(sp.groups.control, "how images are divided", cuts, error=error, call="patch_attention")
     return cuts
 
 
@@ -136,24 +136,24 @@ def _features(sp: SequenceParallel, cut: Cut, arguments: dict[str, Any], method:
     context = current()
     if context is None or context.mode != "whole":
         return method(**arguments)
-    pictures, result, error = Pictures(arguments, cut), None, None
-    shares = pictures.shares(sp.size)
+    images, result, error = Images(arguments, cut), None, None
+    shares = images.shares(sp.size)
     begin, end = shares[sp.rank]
     is_idle = begin == end
     stream = own_stream(sp)
     try:
         with entered(LOCAL):
-            result = method(**(pictures.smallest() if is_idle else pictures.part(begin, end)))
+            result = method(**(images.smallest() if is_idle else images.part(begin, end)))
     except Exception as reason:  # reported to the other ranks, which are waiting for features
-        error = as_seqpar_error("making features of pictures failed", reason)
+        error = as_seqpar_error("making features of images failed", reason)
     finally:
         context.state.shared = stream.end()
-    sp.checker.check_now("pictures", {"costs": pictures.costs}, error=error)
+    sp.checker.check_now("images", {"costs": images.costs}, error=error)
     assert result is not None
     own = {name: result[name] for name, way in cut.ways.items() if way != SAME}
     parts = [x for x in _gathered(sp, own, not is_idle) if x is not None]
-    owners = [pictures.of_elements(*share) for share in shares if share[0] < share[1]]
-    fields = {name: joined(cut.ways[name], [x[name] for x in parts], owners, pictures.number) for name in own}
+    owners = [images.of_elements(*share) for share in shares if share[0] < share[1]]
+    fields = {name: joined(cut.ways[name], [x[name] for x in parts], owners, images.number) for name in own}
     return type(result)(**{name: fields.get(name, result[name]) for name in cut.ways})
 
 
@@ -226,17 +226,17 @@ def cuts_of(small: PreTrainedModel, batch: Mapping[str, Any]) -> Cuts:
     for handle in handles:
         handle.remove()
     cuts = {name: cut_of(getattr(owners[name], name), arguments) for name, arguments in given.items()}
-    if (cut := cuts.get(PICTURES)) is not None and cut.by == GRID and FILMS in owners:
-        names = dict(zip(_names(owners[PICTURES], PICTURES), _names(owners[FILMS], FILMS), strict=False))
-        films = {names.get(name, name): x for name, x in _films(cut, given[PICTURES]).items()}
-        cuts[FILMS] = cut_of(getattr(owners[FILMS], FILMS), films)
+    if (cut := cuts.get(IMAGES)) is not None and cut.by == GRID and VIDEOS in owners:
+        names = dict(zip(_names(owners[IMAGES], IMAGES), _names(owners[VIDEOS], VIDEOS), strict=False))
+        videos = {names.get(name, name): x for name, x in _videos(cut, given[IMAGES]).items()}
+        cuts[VIDEOS] = cut_of(getattr(owners[VIDEOS], VIDEOS), videos)
     return {name: cut for name, cut in cuts.items() if cut is not None}
 
 
-def _films(cut: Cut, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _videos(cut: Cut, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Convert arguments for images into arguments for two videos, which have two frames and one frame."""
-    pictures = Pictures(arguments, cut)
-    one, films = pictures.part(0, 1), pictures.part(0, 2)
-    frame, grid = one[pictures.values], films[cut.grid].clone()
+    images = Images(arguments, cut)
+    one, videos = images.part(0, 1), images.part(0, 2)
+    frame, grid = one[images.values], videos[cut.grid].clone()
     grid[:1, :-2] = 2  # a grid without a frame dimension stays unchanged and does not support videos
-    return films | {pictures.values: torch.cat([frame.flip(-2), films[pictures.values]], cut.dim), cut.grid: grid}
+    return videos | {images.values: torch.cat([frame.flip(-2), videos[images.values]], cut.dim), cut.grid: grid}

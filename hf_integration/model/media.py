@@ -146,7 +146,7 @@ def checked(facts: Facts, inputs: Mapping[str, Any], config: PreTrainedConfig) -
     if facts.no_media:
         return (), ConfigError(
             f"ranks that share a {config.model_type} need batches of text alone; got {names[0]}, but {facts.no_media}, "
-            "leave pictures, films and sounds out of the batch"
+            "leave images, videos and audio out of the batch"
         )
     ids, layout = inputs.get("input_ids"), layout_in(inputs)
     says_documents, mask = bool(layout.keys() - {"attention_mask"}), layout.get("attention_mask")
@@ -162,7 +162,7 @@ def checked(facts: Facts, inputs: Mapping[str, Any], config: PreTrainedConfig) -
     if not len(cut := starts[is_place[starts] & is_place[starts - 1]]):
         return documents, None
     return (), InputError(
-        "a document of a pack must hold whole pictures, films and sounds; got one that begins between two tokens of "
+        "a document of a pack must hold whole images, videos and audio; got one that begins between two tokens of "
         f"them, at token {int(cut[0])}, cut packs between documents, and begin each with a token of text"
     )
 
@@ -210,8 +210,8 @@ def blocks_of(
     apart = (of == of.roll(-1)) & (first_token < next_token)
     if bool((~sees(row, first_token, last_token) | (apart & sees(row, first_token, next_token))).any()):
         raise InputError(
-            "ranks share attention in which the keys of a token are one interval; got pictures of a row that see one "
-            "another, give each picture a row of its own"
+            "ranks share attention in which the keys of a token are one interval; got images of a row that see one "
+            "another, give each image a row of its own"
         )
     whole = bool(sees(row, last_token, first_token).all())
     return Blocks(tuple(zip(first.tolist(), (last + 1).tolist(), strict=True)), whole and len(first) > 0)

@@ -43,7 +43,7 @@ def unshared(sp: SequenceParallel, model: Any, inputs: Mapping[str, Any]) -> Con
     if sp.config.shared_prompts is not True or not wants_token_numbers(inputs):
         return None
     return ConfigError(
-        f"{SECTION}.shared_prompts true needs a causal language model, and rows without pictures; got a "
+        f"{SECTION}.shared_prompts true needs a causal language model, and rows without images; got a "
         f'{type(model).__name__}, around whose stack rows are whole, leave the setting out, or say "auto"'
     )
 

@@ -168,8 +168,8 @@ def text_of(trainer: Any, batch: Any) -> Any:
     """
     if not isinstance(batch, Mapping):
         rows = [row for row in batch if isinstance(row, Mapping)] if isinstance(batch, list) else []
-        pictures = [row.get("images") or row.get("image") for row in rows]
-        forward.text_of(trainer.model, {"images": next(filter(None, pictures), None)})
+        images = [row.get("images") or row.get("image") for row in rows]
+        forward.text_of(trainer.model, {"images": next(filter(None, images), None)})
         return batch
     given = [name for name in MEDIA if batch.get(name) is not None]
     if given and base_of_trl(type(trainer), *PREFERENCES) and not batch["completion_mask"].any(1).all():

@@ -250,9 +250,9 @@ class Rollouts(Behind):
         if images is None or not any(images[row] for row in rows):
             return {name: x[rows] for name, x in fields.items() if name not in MEDIA}
         counts: dict[str, Any] = {"num_images": [len(of_row or ()) for of_row in images]}
-        tiles, pictures = sum(counts["num_images"]), fields["pixel_values"]
+        tiles, pixels = sum(counts["num_images"]), fields["pixel_values"]
         # for InternVL, only the image processor returns the tile counts
-        if pictures.dim() == 4 and len(pictures) != tiles:
+        if pixels.dim() == 4 and len(pixels) != tiles:
             found = self.processing_class.image_processor(images=images, crop_to_patches=True, return_tensors="pt")
             counts["num_tiles"] = [int(x.sum()) for x in found["num_patches"].split(counts["num_images"])]
         split, join = compat.cuts_of_rows()
@@ -260,8 +260,8 @@ class Rollouts(Behind):
         cut = {name: x for name, x in cut.items() if name not in counts}
         if wrong := sorted(name for name, x in cut.items() if len(x) != len(images)):
             raise InputError(
-                f"trl's GRPO and RLOO need pictures that are cut by rows; got {len(cut[wrong[0]])} of {wrong[0]} for "
-                f"{len(images)} rows, leave pictures out, or train by DPO"
+                f"trl's GRPO and RLOO need images that are cut by rows; got {len(cut[wrong[0]])} of {wrong[0]} for "
+                f"{len(images)} rows, leave images out, or train by DPO"
             )
         parts = {name: [x[row] for row in rows] if isinstance(x, list) else x[rows] for name, x in cut.items()}
         return join(parts)

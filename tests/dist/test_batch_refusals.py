@@ -100,13 +100,13 @@ ONE_GROUP = {
     # Megatron's and Automodel's, whose labels are shifted before: off by one here
     "a mask of losses": (given(loss_mask=torch.ones(2, 16)), everywhere("got loss_mask", "tokens(shifted=True)")),
     "weights of losses": (one_given(loss_scale=torch.ones(2, 16)), only_one("got loss_scale", "tokens(shifted=True)")),
-    "a list of tensors": (given(films=[torch.zeros(3)]), everywhere("got films list", "'films': tokens()")),
+    "a list of tensors": (given(videos=[torch.zeros(3)]), everywhere("got videos list", "'videos': tokens()")),
     "a tensor of another shape": (given(WEIGHTS, weights=torch.zeros(3, 5)), everywhere("weights", "float32 (3, 5)")),
     "no tensor": (given(WEIGHTS, weights=[1.0]), everywhere("weights", "(2, 16) from dim 0 on", "got list")),
     "a number of each row of others": (
         given({"scores": row()}, scores=torch.zeros(3)), everywhere("scores", "(2,)", "got float32 (3,)")
     ),
-    "refused by name": (given({"films": refused("no {}, leave it")}, films=1), everywhere("no films, leave it")),
+    "refused by name": (given({"videos": refused("no {}, leave it")}, videos=1), everywhere("no videos, leave it")),
     "declared otherwise": (
         given({"input_ids": replicated()}), everywhere("got input_ids as replicated and as tokens", kind="ConfigError")
     ),

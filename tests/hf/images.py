@@ -1,6 +1,6 @@
-"""Compares small copies of models that share sequences with plain ones, in batches with pictures, films or sounds.
+"""Compares small copies of models that share sequences with plain ones, in batches with images, videos or audio.
 
-python -m tests.hf.pictures [TYPES]: a line for each type, "exact", "refused: SENTENCE" or "wrong: ...".
+python -m tests.hf.images [TYPES]: a line for each type, "exact", "refused: SENTENCE" or "wrong: ...".
 """
 
 import argparse
@@ -32,8 +32,8 @@ TAKES, DIVIDED = "takes", "divided"  # what is said of a type beside the outcome
 
 
 def batches_of(model):
-    """Return what makes batches for a small copy, by kind: rows with no, one and two pictures, padded, packed, and text
-    alone; and why there are none with pictures. It makes two: for the plain model, and for one that shares sequences.
+    """Return what makes batches for a small copy, by kind: rows with no, one and two images, padded, packed, and text
+    alone; and why there are none with images. It makes two: for the plain model, and for one that shares sequences.
     """
     batch, reason = media_batch(model)
     ids = tokens_for(model.config, 2, 21, seed=3)
@@ -49,7 +49,7 @@ def batches_of(model):
 
 
 def packed(model):
-    """Return documents with two and three pictures, and the pack of them."""
+    """Return documents with two and three images, and the pack of them."""
     documents = [media_batch(model, rows=(row,))[0] for row in ((1, 0), (0, 1, 0))]  # one alone may be of another class
     for document in documents:
         document["labels"][:, 0] = IGNORE  # which no token predicts
@@ -100,7 +100,7 @@ def compared(model, shared, batches, sp):
 
 def media_of(model):
     """Return what a patched model takes, and what of it ranks divide."""
-    names = {"get_image_features": "pictures", "get_video_features": "films", "get_audio_features": "sounds"}
+    names = {"get_image_features": "images", "get_video_features": "videos", "get_audio_features": "audio"}
     owners = {word: (name, towers.owner_of(model, name)) for name, word in names.items()}
     taken = {word: name in vars(owner) for word, (name, owner) in owners.items() if owner is not None}
     return {TAKES: ", ".join(taken), DIVIDED: ", ".join(word for word, is_divided in taken.items() if is_divided)}
@@ -119,7 +119,7 @@ def tried(names, kinds, section):
             missing = f"refused: {reason}" if kind not in batches else ""
             found[name][kind] = error or missing or compared(model, shared, batches[kind], sp)
         if found[name].get("packed", "").startswith("wrong") and not found[name][DIVIDED]:
-            found[name]["packed"] = "plain: the features of a picture or a sound are others where it is alone"
+            found[name]["packed"] = "plain: the features of an image or an audio clip are others where it is alone"
         if any(words.startswith(("crash", "hang")) for words in found[name].values()):
             break
     return found
@@ -143,24 +143,24 @@ def outcomes(names, world=2, kinds=KINDS, section=None):
 
 
 def examples(model, rows):
-    """Return examples of a row each, of other texts and with other pictures."""
+    """Return examples of a row each, of other texts and with other images."""
     found = []
-    for number, pictures in enumerate(rows):
-        batch = media_batch(model, rows=(pictures or (0,),))[0]
+    for number, images in enumerate(rows):
+        batch = media_batch(model, rows=(images or (0,),))[0]
         is_text = batch["labels"] != IGNORE
-        ids = batch["input_ids"].where(is_text, 3) if not pictures else batch["input_ids"].clone()
+        ids = batch["input_ids"].where(is_text, 3) if not images else batch["input_ids"].clone()
         ids[0, :3] = number + 3
-        labels = batch["labels"] if pictures else ids.clone()
+        labels = batch["labels"] if images else ids.clone()
         labels[0, : number % 4 + 3] = IGNORE
         batch |= {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-        if not pictures:
+        if not images:
             batch = {name: x * 0 if name in TYPES_OF_TOKENS else x for name, x in batch.items() if name not in MEDIA}
         found.append({k: x.roll(number, -1) if k == "pixel_values" else x for k, x in batch.items()})
     return found
 
 
 def batched(batches):
-    """Return examples as a batch: rows are padded on the right, pictures to the most tiles."""
+    """Return examples as a batch: rows are padded on the right, images to the most tiles."""
     found = {}
     for name in {name: None for batch in batches for name in batch}:
         given = [batch[name] for batch in batches if name in batch]

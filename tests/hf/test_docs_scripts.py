@@ -10,8 +10,7 @@ from trl import DPOConfig, DPOTrainer
 
 from tests import scripts
 from tests.hf.test_readme import command_of
-from tests.hf.trainers import fields
-from tests.hf.trl_runs import examples, policy
+from tests.hf.trainers import fields, policy, texts
 from tests.launch import on_trainer_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -67,7 +66,7 @@ def reference_without_a_path(folder):
     """On a rank: trl's error for a model built from a config, without `ref_model`."""
     args = DPOConfig(str(folder), **{**fields(2), "deepspeed": None, "bf16": False})
     with pytest.raises(Exception, match="Repo id must use alphanumeric chars"):
-        DPOTrainer(policy(), None, args, train_dataset=examples("DPO", 4, 1), processing_class=ByT5Tokenizer())
+        DPOTrainer(policy(), None, args, train_dataset=texts("DPO", 4, 1), processing_class=ByT5Tokenizer())
     return True
 
 

@@ -82,7 +82,7 @@ TABLE = {
     "a static one": (asks(past_key_values=StaticCache(small().config, 32)), ALL_TOLD("a StaticCache")),
     "an offloaded one": (asks(past_key_values=DynamicCache(offloading=True)), ALL_TOLD("with offloading")),
     "weights": (asks(output_attentions=True), ALL_TOLD("output_attentions")),
-    "pictures": (asks(pixel_values=torch.ones(2, 3, 4, 4)), ALL_TOLD("pixel_values")),
+    "images": (asks(pixel_values=torch.ones(2, 3, 4, 4)), ALL_TOLD("pixel_values")),
     "padding behind": (asks(attention_mask=BEHIND), ENDS_IN_PADDING),
     "padding behind beams": (asks(attention_mask=BEHIND, num_beams=2, use_cache=False), ENDS_IN_PADDING),
     "padding behind embeddings": (

@@ -1,4 +1,4 @@
-"""Packs of samples with pictures, by our own packing: what the plain model computes of each sample alone."""
+"""Packs of samples with images, by our own packing: what the plain model computes of each sample alone."""
 
 import copy
 import functools
@@ -13,15 +13,15 @@ from hf_integration import share_sequences
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
 from tests.dist.ranks import not_refused, refusal
+from tests.hf.images import LIMIT, batched, examples
 from tests.hf.llama import IGNORE, array
 from tests.hf.media_types import model_of
-from tests.hf.pictures import LIMIT, batched, examples
 from tests.hf.trainers import FIGURES, case, compare
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 slow = pytest.mark.slow
-# of samples: the sizes of their pictures. Some fit a rank, others are shared; some have none
+# of samples: the sizes of their images. Some fit a rank, others are shared; some have none
 ROWS = ((0,), (1, 0), (), (0,), (), (1,), (0, 0, 1), (), (1,), ())
 STEP = 5  # samples
 
@@ -129,17 +129,17 @@ def of_text(sample):
     return {key: x for key, x in sample.items() if key in ("input_ids", "labels")}
 
 
-def with_pictures(sample):
+def with_images(sample):
     return media_batch(small_copy(model_of("qwen3_vl"))[0], ((0,) * 8,))[0]
 
 
 # what is wrong -> (what is made of the first sample, words that every rank is told)
 WRONG = {
     "several documents in a sample": (lambda sample: with_documents(sample, 3), ["one document each", "got one of 2"]),
-    "a document that begins inside a picture": (lambda sample: with_documents(sample, 8), ["whole pictures"]),
-    "other pictures on one rank": (on_one, ["samples of a step"]),
-    "text without what pictures have": (of_text, ["the same entries for each token", "mm_token_type_ids"]),
-    "more tokens than ranks hold": (with_pictures, ["tokens_per_rank * size"]),
+    "a document that begins inside an image": (lambda sample: with_documents(sample, 8), ["whole images"]),
+    "other images on one rank": (on_one, ["samples of a step"]),
+    "text without what images have": (of_text, ["the same entries for each token", "mm_token_type_ids"]),
+    "more tokens than ranks hold": (with_images, ["tokens_per_rank * size"]),
 }
 
 

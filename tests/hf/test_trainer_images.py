@@ -1,4 +1,4 @@
-"""The Trainer with pictures: its numbers are the plain Trainer's, however ranks share sequences and divide towers."""
+"""The Trainer with images: its numbers are the plain Trainer's, however ranks share sequences and divide towers."""
 
 import copy
 import functools
@@ -18,9 +18,9 @@ from hf_integration.look.in_fp64 import InFP64, fp64
 from hf_integration.look.small import call, small_copy
 from tests.dist.ranks import lacking, refusal
 from tests.dist.ranks import make as make_sp
+from tests.hf.images import batched, examples, projections
 from tests.hf.llama import with_lora
 from tests.hf.media_types import model_of
-from tests.hf.pictures import batched, examples, projections
 from tests.hf.processors import PROCESSORS, drawn
 from tests.hf.trainers import assert_refused, case, compare, run, split
 from tests.launch import on_trainer_ranks as on_ranks
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 slow = pytest.mark.slow
 # patches in one dimension, also in other layers and with states; blocks; one size, split; tiles
 NAMES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3", "internvl", "llava", "smolvlm")
-# of examples, two of which are a batch: the sizes of their pictures. Of two groups one mostly has text alone
+# of examples, two of which are a batch: the sizes of their images. Of two groups one mostly has text alone
 ROWS = ((1, 0), (0,), (), (), (), (), (1,), ())
 SHAPES = ((2, 2), (4, 4), (4, 2))  # ranks, of a sequence
 FIGURES = ("loss", "grad_norm", "eval_loss")
@@ -60,7 +60,7 @@ def parts(name, way, exact):
     return {"model": model, "train_dataset": made, "eval_dataset": [made[0], made[2]] * 2, "data_collator": batched}
 
 
-def pictured(name, way, batches, stage=None, exact=False):
+def imaged(name, way, batches, stage=None, exact=False):
     """A case. Stage None: torch's optimizer, without DeepSpeed."""
     # an epsilon as large as gradients: else the first steps are made of the signs of what rounding has left
     how = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "remove_unused_columns": False}
@@ -86,8 +86,8 @@ def plain_runs(folder, name, ways, batches):
     found = {}
     for way in ways:
         with InFP64():
-            truth = logged(f"{folder}/{way}", pictured(name, way, batches, exact=True))
-        found[way] = truth, gaps(logged(f"{folder}/{way}", pictured(name, way, batches)), truth)
+            truth = logged(f"{folder}/{way}", imaged(name, way, batches, exact=True))
+        found[way] = truth, gaps(logged(f"{folder}/{way}", imaged(name, way, batches)), truth)
     return found
 
 
@@ -115,7 +115,7 @@ def test_losses_norms_and_evaluation_are_the_plain_trainers(tmp_path, name, case
     ways = {OWN.get(way, "full") for way, _ in cases}
     (plain,) = on_ranks(1, plain_runs, tmp_path / "plain", name, ways, batches, timeout=300)
     for world, size in shapes:
-        given = [pictured(name, way, batches * size // world, stage) for way, stage in cases]
+        given = [imaged(name, way, batches * size // world, stage) for way, stage in cases]
         for found in on_ranks(world, runs, tmp_path / f"{world}-{size}", given, size, timeout=400):
             for (way, stage), logs in zip(cases, found, strict=True):
                 truth, own = plain[OWN.get(way, "full")]
@@ -125,7 +125,7 @@ def test_losses_norms_and_evaluation_are_the_plain_trainers(tmp_path, name, case
 
 
 def rows_of_text(kind, count, first):
-    """Prompts with no, one or two pictures, and answers, as trl wants them."""
+    """Prompts with no, one or two images, and answers, as trl wants them."""
     rows = []
     for number in range(first, first + count):
         images = [drawn(number + at) for at in range((number + 1) % 3)]
@@ -147,13 +147,13 @@ def of_trls(kind, **changes):
     return case(kind, functools.partial(parts_of_trls, kind), batch=2, **how, **changes)
 
 
-def test_trls_sft_takes_pictures(tmp_path):
+def test_trls_sft_takes_images(tmp_path):
     """With trl's collator around a processor: all that it logs."""
     compare(tmp_path, {"SFT": of_trls("SFT", section={"ulysses": 1, "prove": "never"})}, (2, 2))
 
 
 @slow
-def test_packs_of_trls_have_pictures(tmp_path):
+def test_packs_of_trls_have_images(tmp_path):
     """Losses and norms: means over micro-batches are of others in packs."""
     packed = {"section": {"tokens_per_rank": 256, "prove": "never"}, "only": FIGURES}
     compare(tmp_path, {kind: of_trls(kind, **packed) for kind in ("SFT", "DPO")}, (2, 2))
@@ -161,7 +161,7 @@ def test_packs_of_trls_have_pictures(tmp_path):
 
 def own_loop(way):
     """The largest difference of a gradient from the plain model's, of two steps, in which one of two groups has text
-    alone; and what is said where it has films."""
+    alone; and what is said where it has videos."""
     sp = make_sp(size=2, ulysses=1, prove="never")
     plain = small_copy(model_of("qwen2_5_vl"))[0].train()
     batches, model = examples(plain, ROWS)[1:3], patch_attention(copy.deepcopy(plain), sp)
@@ -183,8 +183,8 @@ def own_loop(way):
             found = found.full_tensor() if isinstance(found, DTensor) else found
             if p.grad is not None and p.grad.abs().max() > 1e-4:
                 largest = max(largest, float((found - p.grad).abs().max() / p.grad.abs().max()))
-    films = {"pixel_values_videos": batches[0]["pixel_values"], "video_grid_thw": batches[0]["image_grid_thw"]}
-    given = batches[1] | films if sp.data_rank else batches[0]
+    videos = {"pixel_values_videos": batches[0]["pixel_values"], "video_grid_thw": batches[0]["image_grid_thw"]}
+    given = batches[1] | videos if sp.data_rank else batches[0]
     return largest, refusal(wrapped, **given) if way == "FSDP2" else None
 
 
@@ -201,7 +201,7 @@ def read(rows):
 
 
 def drops(rows):
-    """A collator that leaves pictures out on one rank."""
+    """A collator that leaves images out on one rank."""
     batch = batched(rows)
     return {name: x for name, x in batch.items() if name not in MEDIA} if dist.get_rank() else batch
 
@@ -228,8 +228,8 @@ def collated(collate):
 # what is wrong -> (what makes the case, words that every rank is told)
 WRONG = {
     "columns that the model does not take": (lambda: collated(read), ["example", "remove_unused_columns=False"]),
-    "pictures on one rank": (lambda: collated(drops), ["the same", "rank 1: ", "pixel_values"]),
-    "other pictures on one rank": (lambda: collated(other), ["the same", "pixel_values"]),
+    "images on one rank": (lambda: collated(drops), ["the same", "rank 1: ", "pixel_values"]),
+    "other images on one rank": (lambda: collated(other), ["the same", "pixel_values"]),
     "a collator that fails on one rank": (
         lambda: collated(fails),
         ["making a batch by fails failed", "no such file"],

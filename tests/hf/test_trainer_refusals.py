@@ -139,7 +139,7 @@ WRONG = {
     "documents that begin in the middle": (lambda: data(packed(first=1)), ["position_ids", "got 1", "token 0"]),
     "wrong documents for evaluation": (wrong_in_evaluation, ["position_ids", "got 1", "token 0"]),
     "no labels": (lambda: data([{"input_ids": torch.ones(24)}] * 8), ["labels"]),
-    "pictures": (lambda: data(equal(24), with_pictures), ["text alone", "got pixel_values"]),
+    "images": (lambda: data(equal(24), with_images), ["text alone", "got pixel_values"]),
     "raw text in columns": (lambda: data(Dataset.from_list(TEXTS), right_padded()), FOREIGN),
     "raw text in columns for evaluation": (lambda: own({"eval_dataset": Dataset.from_list(TEXTS)}), FOREIGN),
     "raw text in rows, by a worker": (
@@ -166,7 +166,7 @@ def holes():
     return [{**example, "attention_mask": (torch.arange(24) % 9 > 0).long()} for example in equal(24)]
 
 
-def with_pictures(examples):
+def with_images(examples):
     return {**default_data_collator(examples), "pixel_values": torch.zeros(2, 2)}
 
 

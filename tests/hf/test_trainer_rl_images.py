@@ -1,4 +1,4 @@
-"""trl's trainers of preferences and rollouts with pictures: with the mixin they log what they log alone."""
+"""trl's trainers of preferences and rollouts with images: with the mixin they log what they log alone."""
 
 import copy
 import functools
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from datasets import Dataset
 
 from hf_integration.look.small import small_copy
+from tests.hf.images import projections
 from tests.hf.media_types import model_of
-from tests.hf.pictures import projections
 from tests.hf.processors import PROCESSORS, drawn
 from tests.hf.rollouts import Keyed
 from tests.hf.trainers import ROLLS_OUT, assert_refused, build, case, compare, split
@@ -28,16 +28,16 @@ def say(role, words):
     return [{"role": role, "content": " ".join(map(str, words))}]
 
 
-def rows(kind, count, first, pictures=None, other=0):
-    """Prompts with one picture or two, for preferences also with none.
+def rows(kind, count, first, images=None, other=0):
+    """Prompts with one image or two, for preferences also with none.
 
-    pictures: of each, instead; other: threes are other pictures of the same sizes.
+    images: of each, instead; other: threes are other images of the same sizes.
     """
     found = []
     for number in range(first, first + count):
         some = number % 2 + 1 if kind in ROLLS_OUT else (1, 0, 2, 0)[number % 4]
         row = {"prompt": say("user", range(3, 4 + number % 5))}
-        row["images"] = [drawn(number + at + other) for at in range(some if pictures is None else pictures)]
+        row["images"] = [drawn(number + at + other) for at in range(some if images is None else images)]
         for at, name in enumerate(TEXTS[kind]):
             length = (number * (at + 3)) % 7 + 1
             row[name] = say("assistant", ((number + at) * x % 60 + 5 for x in range(1, length + 1)))
@@ -55,9 +55,9 @@ def words(completions, **_):
 
 
 def shapes(images, completion_ids, **_):
-    """Pictures play a part."""
+    """Images play a part."""
     rows = zip(images, completion_ids, strict=True)
-    return [sum(x % 2 for x in ids) / LENGTH + sum(picture.width for picture in some) / 1000 for some, ids in rows]
+    return [sum(x % 2 for x in ids) / LENGTH + sum(image.width for image in some) / 1000 for some, ids in rows]
 
 
 def parts(kind, name, way, data):
@@ -78,7 +78,7 @@ def parts(kind, name, way, data):
     return own
 
 
-def pictured(kind, name="llava", stage=2, way="full", groups=1, data=rows, **changes):
+def imaged(kind, name="llava", stage=2, way="full", groups=1, data=rows, **changes):
     """A case of a type of model, trained in full or with adapters."""
     how = {"max_steps": 2, "gradient_accumulation_steps": 2, "adam_epsilon": 1e-2, "eval_strategy": "steps"}
     how |= {"eval_steps": 2, "section": {"ulysses": 1, "prove": "never", **changes.pop("section", {})}}
@@ -109,41 +109,39 @@ FEW += [("KTO", "idefics3", 2, "full")]
     ],
 )
 def test_all_that_is_logged_is_trls(tmp_path, cases, groups):
-    compare(tmp_path, {" ".join(map(str, given)): pictured(*given, groups) for given in cases}, (2 * groups, 2))
+    compare(tmp_path, {" ".join(map(str, given)): imaged(*given, groups) for given in cases}, (2 * groups, 2))
 
 
 @pytest.mark.slow
 def test_rows_are_generated_together_and_in_parts_and_rewarded_by_groups(tmp_path):
-    together = pictured("GRPO", "qwen3_vl", 3, ds3_gather_for_generation=False)
-    compare(tmp_path, {"together": together, "parts": pictured("RLOO", steps_per_generation=4)}, (2, 2))
+    together = imaged("GRPO", "qwen3_vl", 3, ds3_gather_for_generation=False)
+    compare(tmp_path, {"together": together, "parts": imaged("RLOO", steps_per_generation=4)}, (2, 2))
 
 
 def drops(kind, count, first):
-    """Rows without pictures on one rank."""
-    return rows(kind, count, first, pictures=0 if dist.get_rank() else 1)
+    """Rows without images on one rank."""
+    return rows(kind, count, first, images=0 if dist.get_rank() else 1)
 
 
 def others(kind, count, first):
-    """Rows with other pictures of the same sizes on one rank."""
-    return rows(kind, count, first, pictures=1, other=3 * dist.get_rank())
+    """Rows with other images of the same sizes on one rank."""
+    return rows(kind, count, first, images=1, other=3 * dist.get_rank())
 
 
-CUT = {"max_length": 20, "data": functools.partial(rows, pictures=1)}
+CUT = {"max_length": 20, "data": functools.partial(rows, images=1)}
 # what is wrong -> (the case, words of the sentence)
 WRONG = {
-    **{f"{kind}, pictures on one rank": (pictured(kind, data=drops), ["rank", "whole batches"]) for kind in KINDS},
-    **{
-        f"{kind}, other pictures on one rank": (pictured(kind, data=others), ["rank", "pixel_values"]) for kind in KINDS
-    },
+    **{f"{kind}, images on one rank": (imaged(kind, data=drops), ["rank", "whole batches"]) for kind in KINDS},
+    **{f"{kind}, other images on one rank": (imaged(kind, data=others), ["rank", "pixel_values"]) for kind in KINDS},
     **{
         f"{kind}, a prompt that is cut": (
-            pictured(kind, **CUT),
+            imaged(kind, **CUT),
             ["pixel_values", "got one without an answer", "max_length=20"],
         )
         for kind in ("DPO", "KTO")
     },
-    "prompts once": (pictured("DPO", section={"shared_prompts": True}), ["shared_prompts", "without pictures"]),
-    "vLLM": (pictured("GRPO", use_vllm=True, vllm_mode="server"), ["prompts of text", "use_vllm"]),
+    "prompts once": (imaged("DPO", section={"shared_prompts": True}), ["shared_prompts", "without images"]),
+    "vLLM": (imaged("GRPO", use_vllm=True, vllm_mode="server"), ["prompts of text", "use_vllm"]),
 }
 
 
@@ -154,7 +152,7 @@ def test_wrong_uses_end_in_a_sentence_on_every_rank(tmp_path):
 
 def miscounted(folder):
     """What is raised where a model finds more placeholders than features."""
-    trainer = build(folder, pictured("DPO", max_length=None), 2)
+    trainer = build(folder, imaged("DPO", max_length=None), 2)
     collate = trainer.data_collator
 
     def with_one_more(examples):

@@ -127,12 +127,12 @@ def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, t
         assert losses[-1] < losses[0]
 
 
-def test_the_example_with_pictures_trains_and_counts(tmp_path):
+def test_the_example_with_images_trains_and_counts(tmp_path):
     words = ["--deepspeed", ROOT / "ds_configs" / "zero2_sp2_dp.json", "--output_dir", tmp_path]
     words += ["--max_steps", STEPS, "--per_device_train_batch_size", 2]
     ran = scripts.run(2, tmp_path, ROOT / "examples" / "count_shapes.py", *words)
     assert not ran.failed, ran.stdout[-2000:] + ran.stderr[-3000:]
-    assert re.search(r"\d+% of 48 held-out pictures are counted right", ran.stdout), ran.stdout[-2000:]
+    assert re.search(r"\d+% of 48 held-out images are counted right", ran.stdout), ran.stdout[-2000:]
     assert (tmp_path / "loss.png").is_file()
     assert (tmp_path / "sample.png").is_file()
 

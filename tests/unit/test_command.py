@@ -1,4 +1,4 @@
-"""`python -m ds_seqpar show`: the table of every schedule, its picture, and its answer to settings that do not fit."""
+"""`python -m ds_seqpar show`: the table of every schedule, its image, and its answer to settings that do not fit."""
 
 import json
 import re
@@ -142,7 +142,7 @@ def test_a_single_rank_has_a_table_too(capsys):
     assert _ratios(out) == [1, 1]
 
 
-# ---- pictures
+# ---- images
 
 
 def _size_of(png):
@@ -163,7 +163,7 @@ def _size_of(png):
     ],
     ids=str,
 )
-def test_a_picture_is_written(capsys, tmp_path, words):
+def test_a_figure_is_written(capsys, tmp_path, words):
     matplotlib = pytest.importorskip("matplotlib.image")
     file = tmp_path / "plan.png"
     out, _, code = _show(capsys, *words, "--png", file)
@@ -195,7 +195,7 @@ def test_a_trace_is_written_of_the_first_direction(capsys, tmp_path):
     assert sorted(products) == sorted(re.findall(r"q\(\d\)\*kv\(\d\)", _tables(out)[0]))
 
 
-def test_more_ranks_make_a_higher_picture(capsys, tmp_path):
+def test_more_ranks_make_a_higher_figure(capsys, tmp_path):
     heights = []
     for size in (2, 8):
         assert _show(capsys, "--size", size, "--png", tmp_path / "plan.png")[2] == 0
@@ -203,7 +203,7 @@ def test_more_ranks_make_a_higher_picture(capsys, tmp_path):
     assert heights[1] - heights[0] > 200
 
 
-def test_a_picture_needs_matplotlib(capsys, monkeypatch, tmp_path):
+def test_a_figure_needs_matplotlib(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     _, err, code = _show(capsys, "--png", tmp_path / "plan.png")
     assert code == 2

@@ -51,7 +51,7 @@ def test_parts_are_printed_with_the_moment_of_the_peak(capsys, place):
     assert re.search(r"^peak +\d+\.\d{3}  100.0%  \w+", out, re.MULTILINE)
 
 
-def test_pictures_are_said_with_the_towers_share_of_a_step(capsys, tmp_path):
+def test_images_are_said_with_the_towers_share_of_a_step(capsys, tmp_path):
     vision = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8}
     config = {
         "model_type": "llava",
@@ -59,13 +59,13 @@ def test_pictures_are_said_with_the_towers_share_of_a_step(capsys, tmp_path):
         "vision_config": {"model_type": "siglip_vision_model", **vision},
     }
     (tmp_path / "config.json").write_text(json.dumps({**config, "image_seq_length": 16}), encoding="utf-8")
-    out = _memory(capsys, tmp_path, "--pictures", 8, "--machine", "h100-ib")[0]
+    out = _memory(capsys, tmp_path, "--images", 8, "--machine", "h100-ib")[0]
     said = "8 of 16 tokens and 16 patches are 25.0% of a sequence, and a rank computes 2 of 8", "time divided,"
     assert missing(out, *said, "forward: tower", "backward: tower") == []
-    assert "no pictures are counted" in _memory(capsys, tmp_path)[0]
-    assert "a rank computes 8" in _memory(capsys, tmp_path, "--pictures", 8, "--set", "divide_media=false")[0]
-    assert_refused(_memory(capsys, tmp_path, "--pictures", 33), "512 tokens", "33 of 16")
-    assert_refused(_memory(capsys, tmp_path, "--picture-tokens", 4), "no --pictures")
+    assert "no images are counted" in _memory(capsys, tmp_path)[0]
+    assert "a rank computes 8" in _memory(capsys, tmp_path, "--images", 8, "--set", "divide_media=false")[0]
+    assert_refused(_memory(capsys, tmp_path, "--images", 33), "512 tokens", "33 of 16")
+    assert_refused(_memory(capsys, tmp_path, "--image-tokens", 4), "no --images")
 
 
 def test_help_names_the_units_that_are_printed(capsys):
@@ -93,7 +93,7 @@ def test_what_leaves_for_the_host_is_said_with_what_a_node_needs(capsys, place):
     assert "this fits; the longest sequence that does has" in out
 
 
-def test_a_picture_is_drawn(capsys, place, tmp_path):
+def test_a_figure_is_drawn(capsys, place, tmp_path):
     pixels = pytest.importorskip("matplotlib.image")
     file = tmp_path / "memory.png"
     out, _, code = _memory(capsys, place, "--png", file)
