@@ -1,4 +1,4 @@
-"""Draws docs/pictures/measured.svg, the README's figures, from the tables of benchmarks.md: python docs/measured.py"""
+"""Draws docs/figures/measured.svg, the README's figures, from the tables of benchmarks.md: python docs/measured.py"""
 
 import re
 from pathlib import Path
@@ -48,7 +48,7 @@ def main() -> None:
     steps = {row[0]: [number(cell) for cell in row[1:4]] for row in table("Training steps")}
     links = ["50 Mbit/s", "200 Mbit/s", "1 Gbit/s"]
     bars(right, "training, tokens a second", links, steps["u8"], steps["deepspeed"], '"ulysses": 8')
-    figure.savefig(DOCS / "pictures" / "measured.svg", metadata={"Date": None})
+    figure.savefig(DOCS / "figures" / "measured.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

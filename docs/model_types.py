@@ -8,7 +8,7 @@ from pathlib import Path
 
 import transformers
 
-from tests.hf import media_types, pictures
+from tests.hf import images, media_types
 from tests.hf.conformance import CALLS, EXACT, KINDS, outcomes
 from tests.hf.every_type import TYPES, UNBUILT, features
 
@@ -25,13 +25,13 @@ in batches of all kinds.
 | type | has | plain | padded | packed | otherwise |
 |---|---|---|---|---|---|
 """
-MEDIA_TITLE = "## Types that take pictures, films or sounds\n"
+MEDIA_TITLE = "## Types that take images, videos or audio\n"
 MEDIA_HEAD = """
 Made with transformers {version} by `python docs/model_types.py media`: of each type that `AutoModelForImageTextToText`
 or `AutoModelForMultimodalLM` knows, [a small copy](models.md) of its real config class on two ranks, with whole
-batches: pictures of two sizes where it takes such, or sounds where it takes no pictures; padded on the right and on the
+batches: images of two sizes where it takes such, or audio where it takes no images; padded on the right and on the
 left; packed, compared with each document by itself; and text alone. "divided": whose features ranks
-[divide](pictures.md#each-picture-is-computed-once) in these batches. {exact} of {all} types are exact in batches of all
+[divide](images.md#each-image-is-computed-once) in these batches. {exact} of {all} types are exact in batches of all
 kinds.
 
 | type | takes | divided | media | padded | packed | text | otherwise |
@@ -114,9 +114,9 @@ def media_row(model_type):
     """Return one line of the table of multimodal types."""
     if (why := media_types.UNTRIED.get(model_type)) is not None:
         return f"| `{model_type}` |  |  | - | - | - | - | not tried: {why} |"
-    found = pictures.outcomes([model_type])[model_type]
-    cells = [f"`{model_type}`", found[pictures.TAKES], found[pictures.DIVIDED], *media_states(found)]
-    kinds = pictures.KINDS
+    found = images.outcomes([model_type])[model_type]
+    cells = [f"`{model_type}`", found[images.TAKES], found[images.DIVIDED], *media_states(found)]
+    kinds = images.KINDS
     return f"| {' | '.join(cells)} | {otherwise([(kind, found[kind]) for kind in kinds], kinds)} |"
 
 

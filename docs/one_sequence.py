@@ -1,4 +1,4 @@
-"""Draws docs/pictures/one_sequence.svg, the README's picture: python docs/one_sequence.py
+"""Draws docs/figures/one_sequence.svg, the README's figure: python docs/one_sequence.py
 
 One sequence of 8 chunks over a ring of 4 ranks: which chunks a rank holds, what travels, and which rank computes which
 part of causal attention in which step.
@@ -71,7 +71,7 @@ def main() -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.3), width_ratios=[1.75, 1], layout="constrained")
     draw_ranks(left)
     draw_work(right)
-    target = Path(__file__).parent / "pictures" / "one_sequence.svg"
+    target = Path(__file__).parent / "figures" / "one_sequence.svg"
     figure.savefig(target, metadata={"Date": None})
 
 

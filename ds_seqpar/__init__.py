@@ -1,4 +1,4 @@
-"""Exact sequence-parallel attention for DeepSpeed: Ulysses combined with any schedule, configured by settings."""
+"""Exact sequence-parallel attention for DeepSpeed. Settings combine Ulysses with any schedule."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

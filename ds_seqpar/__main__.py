@@ -1,4 +1,4 @@
-"""Entry point of `python -m ds_seqpar`; see `ds_seqpar.cli`."""
+"""Entry point for `python -m ds_seqpar`; see `ds_seqpar.cli`."""
 
 import sys
 

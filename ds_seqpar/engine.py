@@ -1,7 +1,7 @@
 """Prepare a model for sequence-parallel training, and return a DeepSpeed engine.
 
-DeepSpeed receives no mpu, so ZeRO treats every rank as a data-parallel rank: at every stage, ZeRO shards states and
-averages gradients over all ranks. `ds_seqpar.data.batches` scales the loss so that the average over ranks is correct.
+DeepSpeed receives no mpu, so ZeRO treats every rank as a data-parallel rank. At every stage, ZeRO shards states and
+averages gradients across all ranks. `ds_seqpar.data.batches` scales the loss so that the average over ranks is correct.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ Config = str | Path | Mapping[str, Any]
 PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
 DATA = ("training_data", "collate_fn")
 JSON, ARGUMENTS = "DeepSpeed JSON", "arguments"  # names of the values that ranks compare
-# argument -> the reason for refusing it
+# the reason for rejecting each argument
 REFUSED_ARGUMENTS = {
     "mpu": "whose groups change the gradient scale; leave it out",
     "mesh_param": f"whose groups change the gradient scale; leave it out and say {{'size': ...}} in \"{SECTION}\"",
 }
-NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")  # environment variables of DeepSpeed
+# environment variables that DeepSpeed reads
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 # set by launchers; a process with none of these variables is a job of its own
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
@@ -69,35 +70,35 @@ def initialize(
 ) -> tuple:
     """Prepare a model for sequence-parallel training under DeepSpeed, in place of `deepspeed.initialize`.
 
-    Collective over all ranks. A single process without a launcher, for example in a notebook, becomes a world of one
-    rank.
+    The call is collective across all ranks. A single process without a launcher, for example in a notebook, becomes a
+    world of one rank.
 
     Args:
-        model: A transformers model, possibly inside a peft model or torch.compile; its attention is patched. A model
-            that calls `sp.attention` itself also works if its SequenceParallel is passed as `sequence_parallel`.
-        config: The path or dict of a DeepSpeed JSON with a `"sequence_parallel"` section; default:
+        model: A transformers model, possibly inside a peft model or torch.compile, whose attention will be patched. A
+            model that calls `sp.attention` itself also works if its SequenceParallel is passed as `sequence_parallel`.
+        config: A DeepSpeed JSON, as a path or a dict, with a `"sequence_parallel"` section. The default is
             `args.deepspeed_config`. `train_batch_size` counts sequences.
         args: The arguments of a script started by DeepSpeed's launcher.
-        sequence_parallel: The SequenceParallel to train with; default: the SequenceParallel of a patched model, or a
-            new one with the section's settings.
-        check_loss: Whether to check the loss, at the latest in the first forward pass with labels. A causal language
-            model of transformers must return the sum of token losses on shift_labels, divided by num_items_in_batch.
+        sequence_parallel: The SequenceParallel to train with. The default is the SequenceParallel of a patched model,
+            or a new one with the section's settings.
+        check_loss: Whether to check the loss, at the latest in the first forward pass with labels. A transformers
+            causal language model must return the sum of token losses on shift_labels, divided by num_items_in_batch.
             Pass False if the loss differs intentionally.
-        doctor: Whether to examine the job for a few seconds first; default: the section's setting.
+        doctor: Whether to examine the job for a few seconds first. The default is the section's setting.
         **kwargs: optimizer, model_parameters and lr_scheduler are passed to deepspeed.initialize. distributed_port and
-            dist_init_required have the same meaning as in deepspeed.initialize; dist_init_required=False declares that
-            torch.distributed is already initialized. training_data is a map-style data set: DeepSpeed creates its
+            dist_init_required have the same meaning as in deepspeed.initialize. `dist_init_required=False` declares
+            that torch.distributed is already initialized. training_data is a map-style data set. DeepSpeed creates its
             dataloader, and groups receive different batches, as with `sp.loader`. collate_fn creates the batches to
             pass to `sp.shard_batches`.
 
     Returns:
-        (engine, optimizer, dataloader, scheduler), like deepspeed.initialize. `engine.sequence_parallel` is the
+        (engine, optimizer, dataloader, scheduler), as in deepspeed.initialize. `engine.sequence_parallel` is the
         SequenceParallel in use.
 
     Raises:
-        ConfigError: The job would compute wrong gradients or cannot run. Reasons are unsupported arguments, pipeline
-            modules, JSON keys in `ds_seqpar.deepspeed.config.REFUSED`, any configuration that DeepSpeed refuses, and
-            problems found by the doctor.
+        ConfigError: The job would compute wrong gradients or cannot run. Possible reasons are unsupported arguments,
+            pipeline modules, JSON keys in `ds_seqpar.deepspeed.config.REFUSED`, any configuration that DeepSpeed
+            rejects, and problems found by the doctor.
 
     Examples:
         >>> engine, *_ = ds_seqpar.initialize(model=model, config="ds_config.json")
@@ -130,7 +131,7 @@ def initialize(
 def _shared_model(
     model: torch.nn.Module, json: DeepSpeedJson, sp: SequenceParallel | None, given: dict, error: ConfigError | None
 ) -> SequenceParallel:
-    """Agree with all ranks on the model to train, and set the model up to share sequences."""
+    """Agree with all ranks on the model to train, and set up the model to share sequences."""
     compare = functools.partial(assert_same_training, json=json, given=given, model=model, call="initialize")
     return prepare_model(model, {} if error else json.section, sp, error, lambda: job_of(json), compare)
 
@@ -140,7 +141,7 @@ def _check_model(model: torch.nn.Module, sp: SequenceParallel, check_loss: bool)
     if (patcher := patcher_of_class(model)) is not None:
         patcher.check_function(model, sp) if check_loss else patcher.trust_loss(model)
     if _is_own(model) and sp.finite is not None:
-        sp.finite.watch_gradients(model)  # before DeepSpeed's hooks, which sum gradients
+        sp.finite.watch_gradients(model)  # must precede DeepSpeed's hooks, which sum gradients
 
 
 def _is_own(model: torch.nn.Module) -> bool:
@@ -150,7 +151,7 @@ def _is_own(model: torch.nn.Module) -> bool:
 
 
 def _examine(model: torch.nn.Module, sp: SequenceParallel, json: DeepSpeedJson, doctor: bool | None) -> None:
-    """Run the doctor if the argument, or by default the section, requests it."""
+    """Run the doctor if the argument or, by default, the section requests the doctor."""
     doctor = sp.config.doctor if doctor is None else bool(doctor)
     assert_ranks_agree(sp.control_world, ARGUMENTS, {"doctor": doctor}, call="initialize")
     if doctor:
@@ -163,25 +164,25 @@ def _deepspeed_engine(
     model: torch.nn.Module, sp: SequenceParallel, json: DeepSpeedJson, args: Any, passed: Mapping[str, Any]
 ) -> tuple:
     """Call deepspeed.initialize with the adapted JSON."""
-    import deepspeed  # takes seconds to import, so import only to train
+    import deepspeed  # takes seconds to import, so imported only for training
 
     own_args, content = _without_config(args), json.for_deepspeed(sp.size, sp.data_size)
     returned = deepspeed.initialize(args=own_args, model=model, config=content, **passed)
     if args is not None and own_args is not None and hasattr(args, "local_rank"):
-        args.local_rank = own_args.local_rank  # as DeepSpeed does, for scripts that read it afterwards
+        args.local_rank = own_args.local_rank  # set as in DeepSpeed, for scripts that read local_rank later
     returned[0].sequence_parallel = sp
     sp.accumulation_steps = returned[0].gradient_accumulation_steps()
     return returned
 
 
 def hook_engine(engine: Any, sp: SequenceParallel, of_loop: bool) -> None:
-    """Install hooks on an engine. A second call does nothing.
+    """Install hooks on an engine. A second call has no effect.
 
-    The hooks count sequences, save whole checkpoints, drop gradients after a ZeRO-3 step and, if `check_finite` is set,
-    check the engine's steps.
+    The hooks count sequences, save complete checkpoints, clear gradients after a ZeRO-3 step and, if `check_finite` is
+    set, check the engine's steps.
 
     Args:
-        of_loop: Same as in `EngineCheckpoints`.
+        of_loop: See `EngineCheckpoints`.
     """
     if sp.finite is not None:
         hooks_of(engine).install(FINITE, **sp.finite.around_engine(engine, sp.control_world))
@@ -200,7 +201,10 @@ def _step_and_forget(engine: Any, step: Callable, *args: Any, **kwargs: Any) -> 
 
 
 def _check_first_step(engine: Any, model: torch.nn.Module, sp: SequenceParallel, check_loss: bool) -> None:
-    """Check the loss in the first forward pass and, at the first step, that the model has used the sharded tensors."""
+    """Check the loss in the first forward pass.
+
+    At the first step, check that the model has used the sharded tensors.
+    """
     if check_loss and (patcher := patcher_of_class(model)) is not None:
         patcher.check_engine(engine, sp)
     if not _is_own(model):
@@ -217,14 +221,14 @@ def _check_first_step(engine: Any, model: torch.nn.Module, sp: SequenceParallel,
 
 
 def _deal_data(engine: Any, sp: SequenceParallel, data: Any, collate: Any) -> None:
-    """Set an engine's dataloader to one for training_data, divided among groups."""
+    """Set an engine's dataloader to a loader that divides training_data among groups."""
     if data is not None:
         loader = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
         engine.training_dataloader = Loader(sp.sharding, loader)
 
 
 def deepspeed_config(config: Config, sp: SequenceParallel) -> dict[str, Any]:
-    """Return the JSON to pass to DeepSpeed, for code that needs it before `initialize` (zero.Init, HfDeepSpeedConfig).
+    """Return the JSON for DeepSpeed, for code that runs before `initialize` (zero.Init, HfDeepSpeedConfig).
 
     DeepSpeed counts a sequence once per rank, so `train_batch_size` (sequences) is multiplied by the SP size.
 
@@ -238,7 +242,7 @@ def deepspeed_config(config: Config, sp: SequenceParallel) -> dict[str, Any]:
 
 
 def _read_config(config: Config | None, args: argparse.Namespace | None, kwargs: dict[str, Any]) -> DeepSpeedJson:
-    """Read the DeepSpeed configuration from the only argument that contains one."""
+    """Read the DeepSpeed configuration from the only argument that contains a configuration."""
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -251,7 +255,7 @@ def _read_config(config: Config | None, args: argparse.Namespace | None, kwargs:
 
 
 def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | None:
-    """Copy args without deepspeed_config, which DeepSpeed would read as a second configuration."""
+    """Return a copy of args without deepspeed_config, which DeepSpeed would read as a second configuration."""
     args = copy.copy(args)
     if args is not None and getattr(args, "deepspeed_config", None):
         args.deepspeed_config = None
@@ -259,7 +263,7 @@ def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | Non
 
 
 def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for refused or unknown arguments of deepspeed.initialize."""
+    """Raise ConfigError for unsupported or unknown arguments of deepspeed.initialize."""
     accepted = [*PASSED_ON, *DATA, "distributed_port", "dist_init_required"]
     for name, value in kwargs.items():
         if name in REFUSED_ARGUMENTS:
@@ -282,9 +286,9 @@ def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def start(distributed_port: int | None = None, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed and deepspeed.comm, unless they already are.
+    """Initialize torch.distributed and deepspeed.comm unless they are already initialized.
 
-    A process without a launcher becomes a job of one rank.
+    A process without a launcher becomes a job with one rank.
     """
     import deepspeed
 
@@ -308,7 +312,7 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
 def launcher_error() -> ConfigError | None:
     """Return an error if launcher variables that DeepSpeed reads are missing, or None."""
     missing = [name for name in NEEDED if name not in os.environ]
-    if dist.is_initialized():  # an engine reads LOCAL_RANK only
+    if dist.is_initialized():  # an engine only reads LOCAL_RANK
         missing = ["LOCAL_RANK"] * (local_rank() is None)
     if not missing:
         return None
@@ -326,18 +330,21 @@ def prepare_model(
     job: Callable[[], Job] | None = None,
     compare: Callable[[dist.ProcessGroup], None] = lambda _: None,
 ) -> SequenceParallel:
-    """Return the SequenceParallel to train with. Patch a transformers model that is not patched yet. Collective.
+    """Return the SequenceParallel to train with, after patching a transformers model that is not patched yet.
+
+    The call is collective.
 
     Args:
         section: The `"sequence_parallel"` section.
         given: A SequenceParallel that the caller constructed.
-        error: An error of this rank; all ranks raise it.
-        job: Returns the planner's inputs except the model; called if the section requests a plan.
-        compare: Compares the ranks' other inputs over a given process group, before other groups are created.
+        error: An error on this rank, which all ranks will raise.
+        job: A function that returns the planner's inputs except the model. Called if the section requests a plan.
+        compare: A function that compares the ranks' other inputs in a given process group, before more groups are
+            created.
 
     Raises:
-        ConfigError: The model cannot be patched on one rank, or the section's settings differ from those of `given` or
-            of the SequenceParallel that the model is patched with. Raised on all ranks.
+        ConfigError: The model cannot be patched on one rank, or the section's settings differ from the settings of
+            `given` or of the SequenceParallel with which the model is patched. Raised on all ranks.
     """
     sp, config, patcher, job_with_model, base = None, None, patcher_if_known(model), None, unwrapped(model)
     try:
@@ -345,7 +352,7 @@ def prepare_model(
         sp = _given_or_patched_with(model, config, section, given)
         if patcher and job and not (sp or error) and config.asks_for_plan:
             job_with_model = patcher.job_of(base, job())
-    except Exception as reason:  # a data set may raise anything
+    except Exception as reason:  # a data set may raise any exception
         error = error or as_seqpar_error("reading what is to be trained failed", reason)
     _agree_on_model(model, sp is None, error, compare)
     shared_memory.unname()  # all ranks have initialized DeepSpeed and mapped the files
@@ -362,7 +369,7 @@ def prepare_model(
 def _given_or_patched_with(
     model: torch.nn.Module, config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel | None
 ) -> SequenceParallel | None:
-    """Return `given`, or the SequenceParallel that the model is patched with, or None if neither exists.
+    """Return `given`, or the SequenceParallel with which the model is patched, or None if neither exists.
 
     Raises:
         ConfigError: The SequenceParallel does not match the model or the section.
@@ -379,7 +386,10 @@ def _given_or_patched_with(
 
 
 def _check_no_tiles(config: SequenceParallelConfig) -> None:
-    """Raise ConfigError for tile settings if the model calls sp.attention itself: its MLPs and head are unknown."""
+    """Raise ConfigError for tile settings if the model calls sp.attention itself.
+
+    The model's MLPs and head are unknown.
+    """
     for name in ("mlp_tiles", "loss_tiles"):
         if (value := getattr(config, name)) != 1:
             raise ConfigError(
@@ -391,8 +401,9 @@ def _check_no_tiles(config: SequenceParallelConfig) -> None:
 def _agree_on_model(
     model: torch.nn.Module, to_make: bool, error: SeqParError | None, compare: Callable[[dist.ProcessGroup], None]
 ) -> None:
-    """Agree on the model's class and on creating a SequenceParallel, and call `compare`, before any rank creates
-    groups.
+    """Agree on the model's class and on creating a SequenceParallel, and call `compare`.
+
+    Ranks must agree before any rank creates groups.
     """
     with explaining_failure("initialize", groups.all_ranks()):  # may create a group
         world = groups.control_world(gloo_meets_hosts)
@@ -411,10 +422,10 @@ def assert_same_training(
 
     Args:
         group: The group of all ranks for CPU tensors.
-        json: The JSON that DeepSpeed receives; None without DeepSpeed.
-        given: Optimizers, schedulers and other arguments, by their names in errors.
+        json: The JSON that DeepSpeed receives, or None without DeepSpeed.
+        given: Optimizers, schedulers and other arguments, by their names in error messages.
         model: The model. All ranks must have the same parameter shapes and the same frozen parameters.
-        call: The user's call, for errors.
+        call: The user's call, for error messages.
     """
     with together(group, "reading what is to be trained", JSON, call=call) as agreed:
         agreed.value = json and json.resolved
@@ -425,8 +436,8 @@ def assert_same_training(
 def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
     """Return the fields of arguments that ranks compare.
 
-    A parameter is compared by its name in the model, shape and dtype; an optimizer by its groups; a scheduler by its
-    attributes; a function by its defaults. Numbers and text are compared by value, other objects by class.
+    Parameters are compared by name, shape and dtype, optimizers by their groups, schedulers by their attributes, and
+    functions by their defaults. Numbers and text are compared by value, and all other objects by class.
     """
     names = {
         id(p): f"{name} {compat.whole_shape(p)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
@@ -439,7 +450,7 @@ def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
             return names.get(id(x)) or (x.item() if x.numel() == 1 and not x.is_meta else str(x.shape))
         if x is None or isinstance(x, bool | int | float | str):
             return x
-        if depth >= DEEPEST:  # for example, an object that contains itself
+        if depth >= DEEPEST:  # for example, for an object that contains itself
             return kind
         if isinstance(x, Mapping):
             return {str(name): inner(value) for name, value in x.items()}
@@ -461,7 +472,7 @@ def _fields(given: Mapping[str, Any], model: torch.nn.Module) -> object:
 
 
 def _check_same_settings(config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel) -> None:
-    """Raise ConfigError if a setting of the section differs from that of the SequenceParallel."""
+    """Raise ConfigError if a setting in the section differs from the SequenceParallel's setting."""
     for name in section:
         value = getattr(config, name)
         if value not in ("auto", getattr(given.config, name)):

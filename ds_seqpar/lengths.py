@@ -1,7 +1,8 @@
 """Arrange the samples of an optimizer step in packs that keep short samples whole on one rank.
 
-All ranks read all samples of a step and assign them to groups and micro-batches in the same way, so no sample is sent
-between ranks. The assignment affects only speed, because losses are divided by the number of labels of the whole step.
+All ranks read all samples of a step, and assign the samples to groups and micro-batches in the same way, so no sample
+is sent between ranks. The assignment affects only speed, because losses are divided by the number of labels in the
+whole step.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from .guards.interfaces import gloo_meets_hosts
 from .guards.waits import explaining_failure
 from .models import patcher_of_class
 
-REMEMBERED = 4096  # number of packs with remembered shards; other batches use the default shards
+REMEMBERED = 4096  # number of packs whose shards are remembered; all other batches use the default shards
 CALL = "sp.packs"
 
 
 class Row(NamedTuple):
     """A sample without padding."""
 
-    tensors: dict[str, Tensor]  # name -> tensor (1, tokens, ...)
+    tensors: dict[str, Tensor]  # tensors (1, tokens, ...) by name
     documents: tuple[int, ...]  # lengths
-    media: Mapping[str, Any] = {}  # inputs without an entry per token, such as pictures
+    media: Mapping[str, Any] = {}  # inputs without an entry per token, such as images
     positions: Tensor | None = None  # (axes, 1, tokens), for a sample with media
 
     @property
@@ -66,7 +67,7 @@ class Rows:
 class StepDealer:
     """Creates this group's packs from the samples of each optimizer step.
 
-    Construction and each step are collective over all ranks.
+    The constructor and each step are collective across all ranks.
 
     Args:
         sp: The SequenceParallel.
@@ -97,15 +98,15 @@ class StepDealer:
         self.has_said = False
 
     def packs(self, samples: Sequence[Any], error: SeqParError | None = None) -> list[dict[str, Any]]:
-        """Return this group's micro-batches of a step: whole batches of one row, with the step's number of labels.
+        """Return this group's micro-batches for a step, as whole batches of one row with the step's number of labels.
 
         Args:
-            samples: The step's samples, in the same order on all ranks; each sample is a batch of one row.
-            error: An error of this rank; all ranks raise it.
+            samples: The step's samples, in the same order on all ranks. Each sample is a batch of one row.
+            error: An error on this rank, which all ranks will raise.
 
         Returns:
-            The micro-batches, the same number for each group. With their `num_items_in_batch`, the sum of the losses is
-            this group's part of the step's loss, multiplied by the number of groups.
+            The micro-batches, of which each group has the same number. With their `num_items_in_batch`, the sum of the
+            losses is this group's part of the step's loss, multiplied by the number of groups.
 
         Raises:
             InputError: A sample is not a row of tokens, or is longer than a micro-batch. Raised on all ranks.
@@ -135,7 +136,10 @@ class StepDealer:
         return [{**batch, "num_items_in_batch": items} for batch in batches]
 
     def _row(self, sample: Any) -> Row:
-        """Return a sample without padding. Ignore the label of each document's first token, which no token predicts."""
+        """Return a sample without padding.
+
+        The label of each document's first token is ignored, since no token predicts it.
+        """
         labels = labels_of(sample)
         if len(labels) != 1 or not isinstance(sample.get("input_ids"), Tensor):
             raise InputError(
@@ -161,13 +165,13 @@ class StepDealer:
         positions = self.packing.positions_of({**tensors, **media}).cpu() if media else None
         if positions is not None and len(positions) > 1 < len(documents):
             raise InputError(
-                f"samples with pictures must be one document each, where positions have several axes; got one of "
+                f"samples with images must be one document each, where positions have several axes; got one of "
                 f"{len(documents)}, give each document as a sample"
             )
         return Row(tensors, documents, media, positions)
 
     def _batch(self, pack: list[Row]) -> dict[str, Any]:
-        """Return a pack as a batch of one row, filled with ignored tokens if some ranks would hold none."""
+        """Return a pack as a batch of one row, filled with ignored tokens if some ranks would have no tokens."""
         if (missing := self.sp.size - sum(row.tokens for row in pack)) > 0:
             pack = [*pack, _filler(pack, missing)]
         documents = tuple(length for row in pack for length in row.documents)
@@ -196,7 +200,7 @@ class StepDealer:
 
     @property
     def _chooses(self) -> bool:
-        """Whether packs may choose their own shards. False if the device mesh is already in use."""
+        """Whether packs may have their own shards. False if the device mesh is already in use."""
         return len(self.sizes) > 1 and "device_mesh" not in vars(self.sp)
 
     def _place(self, pack: Pack) -> None:
@@ -206,12 +210,14 @@ class StepDealer:
             del known[next(iter(known))]
 
     def _say_once(self, dealt: Dealt, costs: Sequence[float], shared: Sequence[tuple[int, ...]]) -> None:
-        """Log the load balance of the first step and the bytes that ranks receive. Collective over all ranks.
+        """Log the load balance in the first step and the number of bytes that ranks receive.
+
+        The call is collective across all ranks.
 
         Args:
             dealt: The packs of the step.
             costs: The cost of each sample.
-            shared: The documents of each pack that all ranks of this group share.
+            shared: The documents in each pack that all ranks of this group share.
         """
         sp, cut, received = self.sp, 0, 0
         by_rank = [[*pack] for pack in zip(*dealt.whole[sp.data_rank], strict=True)] or [[]] * sp.size
@@ -238,7 +244,7 @@ class StepDealer:
 
 
 class PackLoader(Loader):
-    """A loader of this group's packs of each optimizer step. See `SequenceParallel.packs`."""
+    """A loader for this group's packs of each optimizer step. See `SequenceParallel.packs`."""
 
     def __init__(self, sp: Any, loader: Any, read_once: bool = False) -> None:
         self.dealer = sp.step_dealer
@@ -264,13 +270,16 @@ class PackLoader(Loader):
             yield [self._on_device(batch) for batch in self.dealer.packs(samples)]
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Move a batch to the device, except for inputs that locate documents, which the host reads."""
+        """Move a batch to the device, except for inputs that specify document boundaries, which the host reads."""
         moved = {name: to_device(x, self.dealer.sp.device) for name, x in batch.items() if isinstance(x, Tensor)}
         return batch | {name: x for name, x in moved.items() if name not in READ}
 
 
 def _model(sp: Any) -> Any:
-    """Return the patched model, whose sizes determine costs. Raise ConfigError if packs would change its loss."""
+    """Return the patched model, whose sizes determine costs.
+
+    Raise ConfigError if packs would change the model's loss.
+    """
     if (model := next(iter(sp.sharding.vocabularies), None)) is None:
         raise ConfigError(
             f"{CALL} counts what samples cost by the sizes of a patched model; got none, call share_sequences or "
@@ -285,7 +294,10 @@ def _model(sp: Any) -> Any:
 
 
 def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
-    """Return the Ulysses sizes that packs may use; only the configured size if no other size is possible."""
+    """Return the Ulysses sizes that packs may use.
+
+    The result is only the configured size if no other size is possible.
+    """
     config, sizes = sp.config, [sp.config.ulysses]
     why = {
         "the settings give it": not sp.ulysses_is_free,
@@ -299,7 +311,10 @@ def _ulysses_sizes(sp: Any, costs: Any) -> list[int]:
 
 
 def _runtime(sp: Any, ulysses: int) -> Runtime:
-    """Create a runtime with another Ulysses size and its own process groups. Collective over all ranks."""
+    """Create a runtime with another Ulysses size and its own process groups.
+
+    The call is collective across all ranks.
+    """
     config, rank, world = dataclasses.replace(sp.config, ulysses=ulysses), dist.get_rank(), sp.control_world
     topology = config.topology(world.size())
     with explaining_failure("making process groups", world):
@@ -310,7 +325,7 @@ def _runtime(sp: Any, ulysses: int) -> Runtime:
 
 
 def _filler(pack: Sequence[Row], tokens: int) -> Row:
-    """Return a row of ignored tokens, with the same tensors as the rows of a pack."""
+    """Return a row of ignored tokens with the same tensors as a pack's rows."""
     filler = torch.zeros(1, tokens, dtype=torch.int64, device="cpu")
     kinds = pack[0].tensors if pack else {"input_ids": filler, "labels": filler}
     zeros = {name: x.new_zeros(1, tokens, *x.shape[2:]) for name, x in kinds.items()}

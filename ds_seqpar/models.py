@@ -1,4 +1,4 @@
-"""Models of other libraries that ds_seqpar can patch. The patching package is imported on first use."""
+"""Support for models from other libraries that ds_seqpar can patch. The patching package is imported on first use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .base.errors import ConfigError
 if TYPE_CHECKING:
     from .planning import Job, Model
 
-# common base class of a library's models -> the package that patches them
+# the package that patches a library's models, by the models' common base class
 PACKAGES = {"PreTrainedModel": "hf_integration"}
 HOW = "which is not installed; install it by pip install 'ds_seqpar[hf]'"
 
 
 class ModelPatcher(Protocol):
-    """The interface of a package that patches models of one library, such as hf_integration.
+    """The interface of a package that patches one library's models, such as hf_integration.
 
     Models may be inside a peft model or torch.compile. `sp` is a SequenceParallel.
     """
@@ -38,16 +38,16 @@ class ModelPatcher(Protocol):
         """Raise the errors that `patch_attention` would raise, without patching."""
 
     def patched_with(self, model: Any) -> Any:
-        """Return the SequenceParallel that a model is patched with, or None."""
+        """Return the SequenceParallel with which a model is patched, or None."""
 
     def packing(self, model: Any) -> Packing:
-        """Return an object with the model-specific functions that packs use."""
+        """Return an object with the model-specific functions for packs."""
 
     def patch_attention(self, model: Any, sp: Any) -> Any:
         """Make the model compute attention through `sp`, and return the model."""
 
     def trust_loss(self, model: Any) -> None:
-        """Skip the check of a patched model's loss in forward passes."""
+        """Skip checking a patched model's loss in forward passes."""
 
     def log_probs(self, sp: Any, model: Any, input_ids: Any, **how: Any) -> Any:
         """Compute `SequenceParallel.log_probs`."""
@@ -56,11 +56,11 @@ class ModelPatcher(Protocol):
         """Raise on every rank if the model computes a wrong loss, before DeepSpeed receives the model."""
 
     def check_engine(self, engine: Any, sp: Any) -> None:
-        """Check an engine's first forward pass: the loss must be right, and the model must call sp.attention."""
+        """Check in an engine's first forward pass that the loss is correct and that the model calls `sp.attention`."""
 
 
 class Packing(Protocol):
-    """Model-specific functions that packs use."""
+    """Model-specific functions for packs."""
 
     def job_of(self, job: Job) -> Job:
         """Return the job, completed with the model's sizes. Raise ConfigError if the model's loss is not a sum over
@@ -68,17 +68,20 @@ class Packing(Protocol):
         """
 
     def media_of(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a sample that have no entry per token. Raise an error for unsupported inputs."""
+        """Return a sample's inputs that have no entry per token. Raise an error for unsupported inputs."""
 
     def positions_of(self, document: Mapping[str, Any]) -> Any:
-        """Return the positions of a document's tokens, int64 (axes, 1, tokens). The first axis counts the tokens."""
+        """Return the positions of a document's tokens, int64 (axes, 1, tokens).
+
+        The first axis counts the document's tokens.
+        """
 
     def joined(self, media: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the media of several documents into the inputs of one pack."""
+        """Join the media of several documents into the inputs for one pack."""
 
 
 def patcher_of_class(model: nn.Module) -> ModelPatcher | None:
-    """Return the package for models of this class, or None. The package may not support the model's family."""
+    """Return the package for models of this class, or None. The package may still not support the model's family."""
     bases = [base.__name__ for base in type(unwrapped(model)).__mro__]
     return next((imported(package) for base, package in PACKAGES.items() if base in bases), None)
 
@@ -90,7 +93,7 @@ def patcher_if_known(model: nn.Module) -> ModelPatcher | None:
 
 
 def required_patcher(model: nn.Module) -> ModelPatcher:
-    """Return `patcher_of_class`. Raise ConfigError for a custom class."""
+    """Return the result of `patcher_of_class`. Raise ConfigError for a custom class."""
     if (patcher := patcher_of_class(model)) is None:
         raise ConfigError(
             "initialize needs a transformers model, or the SequenceParallel that your own model calls; got "
@@ -109,7 +112,7 @@ def numbers_of(place: str) -> Model:
 
 
 def random_model(place: str) -> Any:
-    """Return a randomly initialized model for a config that `numbers_of` accepts. Raises the errors of `numbers_of`."""
+    """Return a randomly initialized model for a config that `numbers_of` accepts. See `numbers_of` for errors."""
     return imported(f"{PACKAGES['PreTrainedModel']}.look.sizes").random_model(place)
 
 
@@ -119,8 +122,9 @@ def doctor_of_models() -> Any:
 
 
 def imported(name: str) -> Any:
-    """Import a module. Raise ConfigError if the module needs transformers or accelerate and that library is not
-    installed.
+    """Import a module.
+
+    Raise ConfigError if the module needs transformers or accelerate and the required library is not installed.
     """
     try:
         return importlib.import_module(name)
@@ -131,7 +135,7 @@ def imported(name: str) -> Any:
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """Return the model inside a peft model, torch.compile, DDP or an engine; return any other model unchanged."""
+    """Return the model inside a peft model, torch.compile, DDP or an engine. Return any other model unchanged."""
     names = {base.__name__ for base in type(model).__mro__}
     inside: Any = model
     if "OptimizedModule" in names:

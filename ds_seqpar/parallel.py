@@ -1,4 +1,4 @@
-"""SequenceParallel, the user-facing object for sharding data and computing attention."""
+"""SequenceParallel, the user-facing class for sharding data and computing attention."""
 
 from __future__ import annotations
 
@@ -49,39 +49,40 @@ if TYPE_CHECKING:
     from .planning import Job
 
 
-MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # the call's name in errors
+MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # the call's name in error messages
 
 
 class SequenceParallel:
-    """Sequence parallelism over groups of `config.size` ranks.
+    """Sequence parallelism in groups of `config.size` ranks.
 
     Construct a SequenceParallel on every rank after init_process_group(). `initialize`, `share_sequences` and the
-    Trainer construct one internally. Used as a context manager, a SequenceParallel is closed on exit.
+    Trainer construct a SequenceParallel internally. If used as a context manager, a SequenceParallel is closed on exit.
 
     Args:
-        config: The settings; default: `SequenceParallelConfig()`.
+        config: The settings. The default is `SequenceParallelConfig()`.
         heads: The model's (query heads, key/value heads), required to resolve `ulysses="auto"`.
-        job: The training job that the planner uses to choose settings. `initialize` and the Trainer pass the job
+        job: The training job for which the planner chooses settings. `initialize` and the Trainer pass the job
             themselves.
-        error: The error that left this rank without a config; all ranks raise it.
+        error: The error because of which this rank has no config. All ranks will raise the error.
 
     Raises:
-        ConfigError: The settings are invalid on one rank; raised on every rank. Collective over all ranks.
+        ConfigError: The settings are invalid on one rank. Raised on every rank, since the constructor is collective
+            across all ranks.
 
     Attributes:
         config (SequenceParallelConfig): The settings, with every `"auto"` resolved.
-        rank (int): This rank's index among the `size` ranks that share its sequence.
-        size (int): Number of ranks that share a sequence.
-        multiple (int): All ranks hold the same number of tokens if a sequence's length is a multiple of this number.
-        data_rank (int): Index of this rank's group, which selects the sequences that the group trains on.
-        data_size (int): Number of groups.
-        device (torch.device): The device of this rank's tensors: the process's current device if it has been set,
-            otherwise the device whose index is the launcher's local rank.
-        topology (Topology): All ranks of the job, arranged along named axes.
-        sharding (Sharding): The assignment of tokens to ranks; provides `shard`, `gather`, `place`, `position_ids` and
-            `sum_over_ranks`.
-        accumulation_steps (int | None): Micro-batches per optimizer step, set by `initialize`. If None, `shard_batches`
-            accepts any number of micro-batches.
+        rank (int): This rank's index among the `size` ranks that share a sequence.
+        size (int): The number of ranks that share a sequence.
+        multiple (int): If a sequence's length is a multiple of this number, all ranks hold the same number of tokens.
+        data_rank (int): The index of this rank's group. The index selects the sequences on which the group trains.
+        data_size (int): The number of groups.
+        device (torch.device): The device for this rank's tensors. The process's current device is used if one has been
+            set, otherwise the device whose index is the launcher's local rank.
+        topology (Topology): All ranks in the job, arranged along named axes.
+        sharding (Sharding): The assignment of tokens to ranks, with the methods `shard`, `gather`, `place`,
+            `position_ids` and `sum_over_ranks`.
+        accumulation_steps (int | None): The number of micro-batches per optimizer step, set by `initialize`. If None,
+            `shard_batches` accepts any number of micro-batches.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class SequenceParallel:
         self.comm = TorchComm(created, explaining_failure)
         ulysses_rank = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, created.cp_rank, self.comm, ulysses_rank)
-        self.runtimes = {self.runtime.size: self.runtime}  # number of CP ranks -> runtime; packs may use other sizes
+        self.runtimes = {self.runtime.size: self.runtime}  # runtimes by number of CP ranks; packs may use other sizes
         self.ulysses_is_free = config is None or config.ulysses == "auto"
         self.checker = ConsistencyChecker(created, self.config.agreement)
         self.calls = Calls(self.checker)
@@ -143,9 +144,9 @@ class SequenceParallel:
 
     @functools.cached_property
     def device_mesh(self) -> DeviceMesh:
-        """All ranks of the job as a torch DeviceMesh with the dims "dp", "cp" and "ulysses", for example for FSDP2.
+        """All ranks in the job as a torch DeviceMesh with the dims "dp", "cp" and "ulysses", for example for FSDP2.
 
-        The "cp" and "ulysses" dims use attention's process groups. The first access is collective over all ranks.
+        The "cp" and "ulysses" dims use attention's process groups. The first access is collective across all ranks.
 
         Raises:
             ConfigError: The setting `rank_order` is neither "auto" nor the order that "auto" selects.
@@ -158,10 +159,11 @@ class SequenceParallel:
         return self.groups.world
 
     def close(self) -> None:
-        """Free the process groups with their threads and sockets. Communication after `close` raises ConfigError.
+        """Free the process groups with their threads and sockets.
 
-        Without `close`, the groups are freed when no patched model and no pending backward pass refers to the
-        SequenceParallel. NCCL communicators are freed only by `close`, which all ranks must call.
+        Communication after `close` raises ConfigError. Without `close`, the groups are freed when no patched model and
+        no pending backward pass refers to the SequenceParallel. NCCL communicators are only freed by `close`, which all
+        ranks must call.
 
         Raises:
             SeqParError: A pending comparison of ranks fails, or the device reports an invalid tensor.
@@ -175,10 +177,11 @@ class SequenceParallel:
                 cast(TorchComm, used.comm).groups.close()
 
     def bind_to_thread(self) -> None:
-        """Make the current thread the only thread of this process that may communicate.
+        """Make the current thread the only thread in this process that may communicate.
 
-        By default, only the thread that constructed the last SequenceParallel may communicate, because ranks could
-        mismatch the calls of two threads. Call `bind_to_thread` on every rank while no other thread is communicating.
+        By default, only the thread that constructed the last SequenceParallel may communicate, because calls from two
+        threads could be mismatched between ranks. Call `bind_to_thread` on every rank while no other thread is
+        communicating.
         """
         bind_thread()
 
@@ -186,7 +189,7 @@ class SequenceParallel:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is None:  # after an exception the peers' state is unknown, so skip the collective close()
+        if kind is None:  # after an exception the state of peers is unknown, so the collective close() is skipped
             self.close()
 
     def attention(
@@ -203,35 +206,36 @@ class SequenceParallel:
         sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute exact attention over the whole sequence; each rank passes its local tokens.
+        """Compute exact attention over the whole sequence, given each rank's local tokens.
 
-        Double backward is not supported. Collective over the ranks that share the sequence, including the backward
-        pass.
+        Double backward is not supported. The call and its backward pass are collective across the ranks that share the
+        sequence.
 
         Args:
-            q: Queries (batch, local_seq, heads, head_dim), of the dtype of k and v.
-            k: Keys (batch, local_seq, kv_heads, head_dim). heads is a multiple of kv_heads: query head h reads
-                key/value head h * kv_heads // heads.
+            q: Queries (batch, local_seq, heads, head_dim), in the dtype of k and v.
+            k: Keys (batch, local_seq, kv_heads, head_dim). heads must be a multiple of kv_heads. Query head h reads
+                key/value head `h * kv_heads // heads`.
             v: Values (batch, local_seq, kv_heads, v_dim). If v_dim and head_dim differ, the smaller one is padded with
-                zeros, which are computed and sent like any values.
+                zeros, which are computed and sent like all other values.
             causal: Whether each query sees only its own and earlier positions.
-            scale: Factor applied to the scores; default: head_dim ** -0.5.
-            mask: The keys that each query sees, by global position; replaces `causal`.
+            scale: Factor applied to the scores. The default is `head_dim ** -0.5`.
+            mask: The keys that each query sees, by global position. Replaces `causal`.
             shards: The runs of q and k/v tokens that each CP rank holds, in place of the configured layout. The runs of
                 q and k/v may differ, and ranks may hold different numbers of tokens.
-            softcap: Soft bound of the scores: each score x becomes softcap * tanh(x / softcap) (Gemma 2).
-            sinks: Attention sinks (heads,): one extra logit per query head in the softmax denominator (gpt-oss). Every
-                rank passes the sinks of all heads; sum the gradient of the sinks over ranks.
+            softcap: Soft bound on the scores. Each score x becomes `softcap * tanh(x / softcap)` (Gemma 2).
+            sinks: Attention sinks (heads,), with one extra logit per query head in the softmax denominator (gpt-oss).
+                Every rank must pass the sinks of all heads. Sum the gradient of the sinks over ranks.
             return_lse: Whether to also return the log-sum-exp of the scores.
 
         Returns:
-            The output (batch, local_seq, heads, v_dim), 0 for queries that see no key. With `return_lse`, also the
-            log-sum-exp of each row's scores, including the sink: (batch, local_seq, heads) in fp32 (fp64 for fp64
-            inputs). The log-sum-exp is not differentiable: a gradient with respect to it raises InputError.
+            The output (batch, local_seq, heads, v_dim), which is 0 for queries that see no key. With `return_lse`, also
+            the log-sum-exp of each row's scores, including the sink, of shape (batch, local_seq, heads) in fp32 (fp64
+            for fp64 inputs). The log-sum-exp is not differentiable, so a gradient with respect to the log-sum-exp
+            raises InputError.
 
         Raises:
-            InputError, ConfigError, KernelError, DisagreementError: The arguments of one rank are invalid. All ranks
-                raise the error before anything is sent.
+            InputError, ConfigError, KernelError, DisagreementError: The arguments on one rank are invalid. All ranks
+                raise the error before any data is sent.
 
         Examples:
             >>> q, k, v = (sp.shard(x, 1) for x in (q, k, v))  # whole tensors -> this rank's tokens
@@ -264,9 +268,9 @@ class SequenceParallel:
         Args:
             q: Queries (batch, local_seq, heads, head_dim).
             latent: The latent (batch, local_seq, width) from which keys and values are expanded.
-            expand: The expansion matrices (heads, width, head_dim + v_dim) of all heads, passed on every rank. Sum the
-                gradient of `expand` over ranks.
-            causal: Same as in `attention`, like the remaining arguments, the result and the errors.
+            expand: The expansion matrices (heads, width, head_dim + v_dim) for all heads. Every rank must pass all
+                matrices. Sum the gradient of `expand` over ranks.
+            causal: See `attention`, as for the remaining arguments, the result and the errors.
 
         Examples:
             >>> k, v = torch.einsum("bsr,hre->bshe", latent, expand).split([head_dim, v_dim], dim=-1)
@@ -288,7 +292,7 @@ class SequenceParallel:
             options: The operator and all remaining arguments.
 
         Returns:
-            The output, as in `attention`; with `options.lse`, also the log-sum-exp.
+            The output, as in `attention`, and with `options.lse` also the log-sum-exp.
         """
         tensors = _autocast(*tensors)
         options = options._replace(backward=_is_differentiated(*tensors, options.sinks))
@@ -300,12 +304,12 @@ class SequenceParallel:
         """Compute `attention` for a caller whose ranks have already agreed on the inputs, such as a patched model.
 
         Args:
-            k: Keys, as in `attention`; for another `options.operator`, its second tensor.
-            v: Values, as in `attention`; for another `options.operator`, its third tensor.
-            parts: Number of head chunks that the caller computes one by one; each call passes the tensors of one chunk.
+            k: Keys as in `attention`, or the second tensor of another `options.operator`.
+            v: Values as in `attention`, or the third tensor of another `options.operator`.
+            parts: Number of head chunks that the caller computes one by one. Each call passes the tensors of one chunk.
 
         Returns:
-            The output; with `options.lse`, (output, log-sum-exp).
+            The output, or (output, log-sum-exp) with `options.lse`.
         """
         runtime = self.runtime_of(options.shards)
         call = admitted_call(runtime, _autocast(q, k, v), options, agreed=True, parts=parts)
@@ -324,8 +328,8 @@ class SequenceParallel:
         """Compute attention from each rank's new tokens to the cached keys of all ranks.
 
         Ranks send either queries or cached keys, whichever takes fewer bytes. To include the new keys, compute
-        `attention` among the new tokens and merge both outputs by their log-sum-exps. Inputs must not require
-        gradients. Collective over the ranks that share the sequence.
+        `attention` among the new tokens, and merge both outputs by their log-sum-exps. Inputs must not require
+        gradients. The call is collective across the ranks that share the sequence.
 
         Args:
             q: Queries of this rank's new tokens (batch, new tokens, heads, head_dim).
@@ -333,16 +337,16 @@ class SequenceParallel:
             v: Values cached on this rank (batch, cached tokens, kv_heads, v_dim).
             mask: The keys that each query sees, by position.
             shards: The new tokens (q, starting at `q_start`) and cached tokens (kv) of each of the `size` SP ranks.
-            scale: Same as in `attention`.
-            softcap: Same as in `attention`.
-            agreed: Whether the ranks have already agreed on the inputs; if so, all checks are skipped.
+            scale: See `attention`.
+            softcap: See `attention`.
+            agreed: Whether the ranks have already agreed on the inputs. If so, all checks are skipped.
 
         Returns:
             The output (batch, new tokens, heads, v_dim) and the log-sum-exp of each row (batch, new tokens, heads), as
             in `attention`.
 
         Raises:
-            InputError, ConfigError, KernelError, DisagreementError: The errors of `attention`, and inputs that require
+            InputError, ConfigError, KernelError, DisagreementError: See `attention`. Also raised if inputs require
                 gradients.
         """
         q, k, v = _autocast(q, k, v)
@@ -355,24 +359,24 @@ class SequenceParallel:
     ) -> Tensor:  # fmt: skip
         """Compute attention from one new token per row, replicated on all ranks, to the cached keys of all ranks.
 
-        Inputs must not require gradients. Collective over the ranks that share the sequence.
+        Inputs must not require gradients. The call is collective across the ranks that share the sequence.
 
         Args:
             q: Queries (batch, 1, heads, head_dim), the same on all ranks.
-            k: Keys cached on this rank (batch, cached tokens, kv_heads, head_dim). Exactly one rank's cache includes
-                the key of the new token. Ranks may have cached different numbers of tokens, or none.
+            k: Keys cached on this rank (batch, cached tokens, kv_heads, head_dim). Exactly one rank's cache must
+                include the key of the new token. Ranks may have cached different numbers of tokens, or no tokens.
             v: Values cached on this rank (batch, cached tokens, kv_heads, v_dim).
-            counts: (first, end) for each row, which selects the keys `k[row, first:end]`; default: all keys.
-            scale: Same as in `attention`.
-            softcap: Same as in `attention`.
-            sinks: Same as in `attention`.
-            agreed: Whether the ranks have already agreed on the inputs; if so, all checks are skipped.
+            counts: (first, end) for each row, to select the keys `k[row, first:end]`. The default is all keys.
+            scale: See `attention`.
+            softcap: See `attention`.
+            sinks: See `attention`.
+            agreed: Whether the ranks have already agreed on the inputs. If so, all checks are skipped.
 
         Returns:
             The output (batch, 1, heads, v_dim), bitwise identical on all ranks.
 
         Raises:
-            InputError, ConfigError, KernelError, DisagreementError: The errors of `attention`, and inputs that require
+            InputError, ConfigError, KernelError, DisagreementError: See `attention`. Also raised if inputs require
                 gradients.
         """
         q, k, v = _autocast(q, k, v)
@@ -383,13 +387,13 @@ class SequenceParallel:
         """Checkpoint a layer like `torch.utils.checkpoint.checkpoint`, but without recomputing attention.
 
         The results of `attention` inside `function` are kept, so the backward pass neither recomputes attention nor
-        sends its blocks again, unless `recompute_attention` is set. With `offload_checkpoints`, saved tensors are moved
-        to host memory. On a patched model, `gradient_checkpointing_enable` has the same effect.
+        sends blocks again, unless `recompute_attention` is set. With `offload_checkpoints`, saved tensors are moved to
+        host memory. On a patched model, `gradient_checkpointing_enable` has the same effect.
         """
         return self.checkpointing(checkpoint)(function, *args, use_reentrant=use_reentrant, **kwargs)
 
     def checkpointing(self, checkpoint: Callable[..., Any]) -> checkpoints.Checkpoint:
-        """Return a variant of `checkpoint` that uses the given checkpoint function instead of torch's."""
+        """Return a variant of `checkpoint` that uses the given checkpoint function instead of torch's checkpoint."""
         if self.config.offload_checkpoints and self.store is None:
             from .memory.offload import store_of
 
@@ -408,16 +412,16 @@ class SequenceParallel:
         """Return this rank's tokens of each micro-batch of an optimizer step.
 
         Without DeepSpeed, call `(loss / len(microbatches)).backward()`. See `data.batches.shard_microbatches` for the
-        contents of the result. Collective over all ranks.
+        contents of the result. The call is collective across all ranks.
 
         Args:
             microbatches: All micro-batches of the step, identical on all ranks that share a sequence. Each micro-batch
-                contains input_ids and labels, int64 (B, S), with -100 for ignored tokens; position_ids mark packed
+                contains input_ids and labels, int64 (B, S), with -100 for ignored tokens. position_ids mark packed
                 documents. Keep whole sequences on the CPU.
-            causal: Whether attention is causal; False for bidirectional attention.
-            training: False for evaluation: any number of micro-batches is accepted, and `mean_loss` of their losses is
-                the evaluation loss.
-            device: Device of the result, such as `engine.device`; default: the device of the micro-batches.
+            causal: Whether attention is causal. False means bidirectional attention.
+            training: Whether the batches are for training. For evaluation, any number of micro-batches is accepted, and
+                `mean_loss` of their losses is the evaluation loss.
+            device: Device for the result, such as `engine.device`. The default is the device of the micro-batches.
             inputs: How to shard custom tensors, by name, for example {"weights": tokens()} from
                 `ds_seqpar.data.inputs`. The inputs of a patched model need no declaration.
 
@@ -425,7 +429,7 @@ class SequenceParallel:
             The same number of batches, with this rank's tokens.
 
         Raises:
-            InputError, DisagreementError: A batch is invalid or differs between ranks; raised on all ranks.
+            InputError, DisagreementError: A batch is invalid or differs between ranks. Raised on all ranks.
         """
         if training and self.config.tokens_per_rank != "auto":
             raise ConfigError(
@@ -450,28 +454,29 @@ class SequenceParallel:
         return self.shard_batches([batch], causal=causal, training=training, device=device, inputs=inputs)[0]
 
     def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
-        """Return a torch DistributedSampler over groups instead of ranks.
+        """Return a torch DistributedSampler for groups instead of ranks.
 
-        The sampled indices equal those of a run on `data_size` ranks without sequence parallelism. Call `set_epoch` on
-        the sampler before each epoch.
+        The sampled indices are the same as in a run on `data_size` ranks without sequence parallelism. Call `set_epoch`
+        on the sampler before each epoch.
         """
         group = {"num_replicas": self.data_size, "rank": self.data_rank}
         return DistributedSampler(dataset, **group, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def loader(self, loader: DataLoader, read_once: bool = False) -> Loader:
-        """Load the same batches on all ranks that share a sequence, and different batches on each group.
+        """Load the same batches on all ranks that share a sequence, and different batches in each group.
 
         Batches are whole and on the CPU. `IterableDataset`, workers and torchdata's StatefulDataLoader are supported.
-        With `set_epoch`, `state_dict` and `load_state_dict`, a run resumes in the middle of an epoch. Constructing the
-        loader and fetching each batch are collective over all ranks. With an Accelerator, use
+        With `set_epoch`, `state_dict` and `load_state_dict`, a run can resume in the middle of an epoch. Constructing
+        the loader and fetching each batch are collective across all ranks. With an Accelerator, use
         `hf_integration.prepare_loader`.
 
         Args:
-            loader: A loader over the whole data set, identical on every rank. Group d receives the batches d, d +
-                data_size, ...; if too few batches remain for all groups at the end, the first batches are repeated. A
-                loader with a sampler from `SequenceParallel.sampler` already yields its own group's batches.
-            read_once: Whether one rank of each group reads each batch and sends it to the others. Random augmentations
-                and collators then agree across ranks, and nothing is read twice.
+            loader: A loader over the whole data set, identical on every rank. Group d receives batches d, d +
+                data_size, and so on. If too few batches remain for all groups at the end, the first batches are
+                repeated. A loader with a sampler from `SequenceParallel.sampler` already yields its own group's
+                batches.
+            read_once: Whether one rank of each group reads each batch and sends it to the group's other ranks. Random
+                augmentations and collators then agree across ranks, and no data is read twice.
 
         Raises:
             ConfigError, DisagreementError: A sampler divides the data among ranks instead of groups, loading fails on
@@ -483,7 +488,7 @@ class SequenceParallel:
 
     @functools.cached_property
     def step_dealer(self) -> StepDealer:
-        """The object that arranges a step's samples in packs. The first access is collective over all ranks."""
+        """The object that arranges a step's samples in packs. The first access is collective across all ranks."""
         from .lengths import StepDealer
 
         return StepDealer(self)
@@ -491,22 +496,22 @@ class SequenceParallel:
     def packs(self, loader: DataLoader, read_once: bool = False) -> PackLoader:
         """Return a loader that arranges the samples of each optimizer step in packs.
 
-        Short samples stay whole on one rank; long samples are shared by all ranks of a group. The setting
-        `tokens_per_rank` limits the size of a pack. Each step has the same samples, and so the same loss, gradients and
-        weights, as a plain run with the same loader. Constructing the loader and fetching each step are collective over
-        the world.
+        Short samples stay whole on one rank, and long samples are shared by all ranks of a group. The setting
+        `tokens_per_rank` limits the size of a pack. Each step has the same samples as in a plain run with the same
+        loader, and therefore the same loss, gradients and weights. Constructing the loader and fetching each step are
+        collective across all ranks.
 
         Args:
             loader: The loader of a plain run on one rank, with the same data set, sampler, seed and collator. Each
                 batch of the loader must contain all samples of an optimizer step. The collator receives one sample at a
                 time.
-            read_once: Same as in `loader`.
+            read_once: See `loader`.
 
         Returns:
             A loader with `set_epoch`, `state_dict` and `load_state_dict`. For each step, the loader yields a list of
             whole batches, of the same length on every rank. Call the model with each batch, call `backward` on each
-            loss, and step the optimizer after the last batch. Average gradients over ranks, as DDP does. To avoid
-            waiting for other ranks, a pack's loss may be only this rank's part; the step's loss is
+            loss, and step the optimizer after the last batch. Average gradients over ranks, as in DDP. A pack's loss
+            may be only this rank's part, so that ranks need not wait for one another. The step's loss is
             `sp.mean_loss(sum(losses))`.
 
         Raises:
@@ -527,26 +532,27 @@ class SequenceParallel:
         self, model: Any, input_ids: Tensor, *, attention_mask: Tensor | None = None, labels: Tensor | None = None,
         temperature: float = 1.0, return_entropy: bool = False, **inputs: Any,
     ) -> Any:  # fmt: skip
-        """Compute the log-probability of each label given the preceding tokens, with a patched model.
+        """Compute the log-probability of each label, given the preceding tokens, with a patched model.
 
         Ranks gather a single number per token, but no logits or hidden states. At any time, logits exist for at most
-        one tile of tokens, in the backward pass too. A prompt shared by several rows is computed once
-        (`shared_prompts`). Collective over the ranks that share the sequence, including the backward pass.
+        one tile of tokens, even in the backward pass. A prompt shared by several rows is computed only once (see
+        `shared_prompts`). The call and its backward pass are collective across the ranks that share the sequence.
 
         Args:
-            model: A causal language model of transformers that is patched with this SequenceParallel. If the model is
+            model: A transformers causal language model that is patched with this SequenceParallel. If the model is
                 inside DDP, a DeepSpeed engine or a peft model, pass the wrapper.
             input_ids: Whole rows (rows, tokens), identical on the ranks that share them.
-            attention_mask: (rows, tokens), 0 for padding on either side.
-            labels: Unshifted labels (rows, tokens), -100 for ignored tokens; default: input_ids without padding.
+            attention_mask: A mask (rows, tokens) that is 0 for padding on either side.
+            labels: Unshifted labels (rows, tokens), with -100 for ignored tokens. The default is input_ids without
+                padding.
             temperature: Divisor of the logits.
             return_entropy: Whether to also return the entropy of each distribution.
-            **inputs: More arguments of the model, such as position_ids of packed documents.
+            **inputs: Additional arguments for the model, such as position_ids of packed documents.
 
         Returns:
-            The log-probabilities (rows, tokens - 1) in fp32 (fp64 for fp64 models), complete and differentiable on
-            every rank; 0 for ignored labels. With `return_entropy`, a tuple of the log-probabilities and the entropies,
-            both of shape (rows, tokens - 1).
+            The log-probabilities (rows, tokens - 1) in fp32 (fp64 for fp64 models), with 0 for ignored labels. The
+            result is complete and differentiable on every rank. With `return_entropy`, a tuple of the log-probabilities
+            and the entropies, both of shape (rows, tokens - 1).
 
         Raises:
             ConfigError, InputError, DisagreementError: The model is not patched, or a batch is invalid or differs
@@ -581,21 +587,21 @@ class SequenceParallel:
     def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: Literal[True]) -> Tensor: ...
 
     def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: bool = False) -> float | Tensor:
-        """Return the loss of an optimizer step, which is the mean of the model's losses over all ranks and
-        micro-batches.
+        """Return the loss of an optimizer step, which is the mean of the model's losses over all micro-batches and
+        ranks.
 
-        The loss of a batch from `shard_batches` is only this rank's share. Collective over all ranks.
+        The loss for a batch from `shard_batches` is only this rank's share. The call is collective across all ranks.
 
         Args:
             losses: One or more losses, each a floating-point tensor with one element.
             differentiable: Whether to return a 0-dim tensor that supports `backward`, with the dtype and device of the
-                losses. The gradients equal those of the mean of this rank's `losses`, since DeepSpeed and DDP average
-                gradients over ranks.
+                losses. The gradients are the gradients of the mean of this rank's `losses`, since DeepSpeed and DDP
+                average gradients over ranks.
 
         Raises:
             InputError, DisagreementError: A loss is not a floating-point tensor with one element, or ranks pass
                 different numbers of losses. Raised on all ranks.
-            ConfigError: Since batches were sharded, the model has not called attention of this SequenceParallel, or a
+            ConfigError: Since batches were sharded, the model has not called this SequenceParallel's attention, or a
                 custom model has not read position_ids. Raised on all ranks.
         """
         groups = self.groups
@@ -616,7 +622,7 @@ def _is_differentiated(*inputs: object) -> bool:
 
 
 def _this_device() -> tuple[torch.device, ConfigError | None]:
-    """Make this rank's device current. Return (device, error to raise on all ranks or None)."""
+    """Make this rank's device the current device. Return (device, error to raise on all ranks or None)."""
     try:
         return devices.bind_device(groups.all_ranks()) or torch.device("cpu"), None
     except ConfigError as reason:
@@ -631,10 +637,10 @@ def _agreed(
     device: torch.device,
     error: SeqParError | None,
 ) -> SequenceParallelConfig:
-    """Return the configuration with every "auto" resolved except the kernel's.
+    """Return the configuration with every "auto" resolved except for the kernel.
 
-    All ranks raise an error if the settings are invalid, or `error` is set, on one rank. If the settings request a
-    plan, each rank computes the plan, and rank 0 logs it.
+    All ranks raise an error if the settings are invalid or `error` is set on any rank. If the settings request a plan,
+    each rank computes the plan, and rank 0 logs the plan.
     """
     with together(world, UNREADABLE, CONFIGURATION, error=error, call=MAKING, advice=of_kernels) as agreed:
         config, ranks = _config(given), world.size()
@@ -658,7 +664,7 @@ def _config(given: object) -> SequenceParallelConfig:
 
 
 def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Cast tensors under torch.autocast as scaled_dot_product_attention would, since RoPE mixes fp32 and bf16."""
+    """Cast tensors under torch.autocast, as in scaled_dot_product_attention, since RoPE mixes fp32 and bf16."""
     if not any(map(_is_cast, tensors)):
         return tensors
     return [x.to(torch.get_autocast_dtype(x.device.type)) if _is_cast(x) else x for x in tensors]

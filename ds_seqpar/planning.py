@@ -1,7 +1,7 @@
 """Let the planner choose settings that are `"auto"`, and predict a job's memory.
 
-Only this module of the engine uses the planner. The functions import the planner lazily, so the engine also runs
-without it.
+Within the engine, only this module uses the planner. The functions import the planner lazily, so the engine also runs
+without the planner.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 
 def job_of(json: DeepSpeedJson) -> Job:
-    """Return the planner's description of a job with this DeepSpeed JSON."""
+    """Return the planner's description of a job that uses this DeepSpeed JSON."""
     from .planner.request import Job
 
     return Job.of(json)
 
 
 def named_machine(config: SequenceParallelConfig) -> Machine | None:
-    """Return the machine that a configuration names, or None.
+    """Return the machine named in a configuration, or None.
 
     Raises:
-        ConfigError: No machine has this name, or its file is invalid.
+        ConfigError: No machine has this name, or the machine's file is invalid.
     """
     if config.machine == "auto":
         return None
@@ -61,7 +61,7 @@ def fewest_head_chunks(recipe: Recipe, ulysses: int, local: Shape, *of_call: Any
     from .planner import attention_memory
 
     mask, shards, kernel, on_gpu = of_call
-    # not for the chosen kernel, since installed packages may differ between ranks
+    # does not depend on the chosen kernel, since installed packages may differ between ranks
     workspace = attention_memory.planned_kernel(kernel, local.dtype, local.head_dim, on_gpu)
     return attention_memory.fewest_head_chunks(recipe, ulysses, local, mask, shards, workspace)
 
@@ -73,15 +73,16 @@ def planned_by_all(
     job: Job | None,
     call: str,
 ) -> SequenceParallelConfig:
-    """Return the planned configuration. Every rank plans for the hosts of all ranks; then all ranks compare their
-    results.
+    """Return the planned configuration.
+
+    Every rank plans for all ranks' hosts, and then all ranks compare their results.
 
     Args:
         world: The group of all ranks.
         config: The configuration.
-        machine: The machine that the configuration names.
+        machine: The machine named in the configuration.
         job: The job to plan for, or None if unknown.
-        call: The user's call, for errors.
+        call: The user's call, for error messages.
     """
     from .planner.auto import line_of, resolve_with_plan
 
@@ -89,7 +90,7 @@ def planned_by_all(
     with together(world, UNREADABLE, CONFIGURATION, call=call) as agreed:
         resolved, plan = resolve_with_plan(config, job, len(hosts), lambda: detected_machine(hosts, machine))
         compared = {f"planned {name}": value for name, value in resolved.settings().items()}
-        agreed.value = compared | {"tokens": plan.request.seq}  # compared because each rank reads the length itself
+        agreed.value = compared | {"tokens": plan.request.seq}  # compared because each rank reads the length separately
     log_once(line_of(plan))
     if job and job.documents and not plan.request.job.documents:
         log_once(f"sequence_parallel: planned for one sequence, not for its {len(job.documents)} documents")
@@ -99,12 +100,12 @@ def planned_by_all(
 def costs_of_all(
     world: dist.ProcessGroup, config: SequenceParallelConfig, dtype: str, job_with_model: Callable[[Job], Job]
 ) -> Costs:
-    """Return the estimated costs of a model's samples, identical on all ranks. Collective.
+    """Return the estimated costs of a model's samples, identical on all ranks. The call is collective.
 
     Args:
         config: The resolved configuration.
         dtype: The model's dtype.
-        job_with_model: Adds the model's sizes to a job.
+        job_with_model: A function that adds the model's sizes to a job.
 
     Raises:
         ConfigError: The machine has no rates for the model's dtype, or the model's sizes cannot be determined.
@@ -123,7 +124,7 @@ def costs_of_all(
 
 
 def hosts_of_all(world: dist.ProcessGroup) -> list[machines.Host]:
-    """Return each rank's host, indexed by rank. Collective."""
+    """Return each rank's host, indexed by rank. The call is collective."""
     return [host for _, host in all_gather_objects(world, ("SequenceParallel", machines.this_host()))]
 
 
@@ -132,8 +133,8 @@ def advise_on_memory(model: nn.Module, sp: Any, job_with_sizes: Callable[[nn.Mod
 
     Args:
         model: The model. Neither the model nor `sp` is kept alive.
-        sp: The SequenceParallel that the model trains with.
-        job_with_sizes: Returns the planner's inputs, including the model's sizes.
+        sp: The SequenceParallel with which the model trains.
+        job_with_sizes: A function that returns the planner's inputs, including the model's sizes.
     """
     out_of_memory.advise = functools.partial(_memory_in_words, weakref.ref(model), weakref.ref(sp), job_with_sizes)
 
@@ -141,7 +142,7 @@ def advise_on_memory(model: nn.Module, sp: Any, job_with_sizes: Callable[[nn.Mod
 def _memory_in_words(
     model_ref: weakref.ref[nn.Module], sp_ref: weakref.ref[Any], job_with_sizes: Callable[[nn.Module], Job]
 ) -> str:
-    """Return the predicted memory of a step with the sequence length of the last forward pass; "" if unknown."""
+    """Return a text with the predicted memory for the sequence length of the last forward pass, or "" if unknown."""
     from .planner.auto import memory_in_words
 
     model, sp = model_ref(), sp_ref()
@@ -155,14 +156,15 @@ def _memory_in_words(
 
 
 def detected_machine(hosts: Sequence[machines.Host], named: Machine | None = None) -> Machine:
-    """Guess the machine if the config names none. Every rank computes the same guess.
+    """Guess the machine if the config names no machine.
 
-    With accelerators, the guess is the preset for rank 0's device, with the smallest device memory of any rank. Without
-    accelerators, the guess is a machine with the cores and memory of the smallest host.
+    Every rank computes the same guess. With accelerators, the guess is the preset for rank 0's device, with the
+    smallest device memory on any rank. Without accelerators, the guess is a machine with the cores and memory of the
+    smallest host.
 
     Args:
         hosts: Each rank's host, indexed by rank.
-        named: The machine that the config names; returned with the actual number of ranks per node.
+        named: The machine named in the config, which is returned with the actual number of ranks per node.
     """
     from .planner.machine import Machine
 

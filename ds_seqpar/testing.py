@@ -1,7 +1,7 @@
-"""Simulate all ranks of one sequence in a single process, for tests and measurements on one device.
+"""Simulate all ranks that share a sequence in a single process, for tests and measurements on one device.
 
-The walk (the executor of a program), the kernels and the exchange of heads are those of real ranks. A mailbox replaces
-the transport. Inputs and outputs are global tensors.
+The walk (the executor of a program), the kernels and the exchange of heads are the same as on real ranks. A mailbox
+replaces the transport. Inputs and outputs are global tensors.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from .data.batch_layout import positions_held
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The output of all virtual ranks, with gradients if `do` was passed."""
+    """The output from all virtual ranks, with gradients if `do` was passed."""
 
     out: Tensor  # (B, S, Hq, D), global
     dq: Tensor | None
     dk: Tensor | None
-    dv: Tensor | None  # for another operator, dk and dv belong to its second and third tensor
+    dv: Tensor | None  # for another operator, dk and dv belong to the operator's second and third tensor
     dsinks: Tensor | None
-    received: list[Counter[str]]  # per SP rank: number of received elements, by kind
+    received: list[Counter[str]]  # number of received elements by kind, for each SP rank
 
 
-# (from, to, tag) -> messages between the CP ranks of one Ulysses rank, or the Ulysses ranks of one CP rank
+# messages by (from, to, tag), between the CP ranks of one Ulysses rank or the Ulysses ranks of one CP rank
 Mailbox = defaultdict[tuple[int, int, int], deque[Tensor]]
 
 
 class _VirtualComm:
-    """The transport of one virtual rank, backed by a mailbox. `ulysses` is the transport to the other Ulysses ranks."""
+    """The transport of one virtual rank, backed by a mailbox. `ulysses` is the transport to all other Ulysses ranks."""
 
     def __init__(self, rank: int, mailbox: Mailbox, ulysses: _VirtualComm | None = None) -> None:
         self.rank, self.mailbox, self.ulysses = rank, mailbox, ulysses or self
-        self.early = 0  # posting a receive early gains nothing, since a mailbox stores all messages
+        self.early = 0  # posting a receive early has no benefit, since a mailbox stores all messages
         self.received: Counter[str] = Counter()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Receives:
@@ -90,7 +90,10 @@ class _VirtualComm:
         self, peers: Sequence[int], kind: str, elements: int, sent: Sequence[Tensor], received: Sequence[Tensor],
         tag: int = -1,
     ) -> _Receives:  # fmt: skip
-        """Send to each peer, and receive from each. `elements` is the number of elements received from other ranks."""
+        """Send to each peer, and receive from each peer.
+
+        `elements` is the number of elements received from other ranks.
+        """
         sends, receives = (
             [Message(peer, kind, 0, tensor, tag) for peer, tensor in zip(peers, tensors, strict=True)]
             for tensors in (sent, received)
@@ -101,7 +104,7 @@ class _VirtualComm:
 
 @dataclasses.dataclass
 class _Receives:
-    """The messages that a rank waits for after a post."""
+    """The messages for which a rank waits after a post."""
 
     comm: _VirtualComm
     receives: Sequence[Message]
@@ -136,23 +139,23 @@ def attention(
 ) -> Result:
     """Compute attention on config.size virtual ranks.
 
-    Kernel "auto" selects kernels in the built-in order, without reading a `machine` file.
+    The kernel setting "auto" selects kernels in the built-in order, without reading a `machine` file.
 
     Args:
         q: (B, S, Hq, D).
         k: (B, S, Hkv, D). With `shards`, the sequence lengths of k and q may differ.
-        v: Values of the same form as k.
+        v: Values with the same shape as k.
         do: The gradient of the output, in the output's shape.
-        mask: Replaces `causal`.
+        mask: The mask, which replaces `causal`.
         shards: The tokens of every CP rank, in place of the configured layout.
-        softcap: Same as in `SequenceParallel.attention`.
-        sinks: Same as in `SequenceParallel.attention`.
+        softcap: See `SequenceParallel.attention`.
+        sinks: See `SequenceParallel.attention`.
         operator: The operator to compute. For operators other than attention, pass the second and third tensor as k and
             v.
         compilers: An initially empty dict that caches compiled programs between calls.
 
     Raises:
-        SeqParError: The errors that `SequenceParallel` and its attention raise for these settings and tensors.
+        SeqParError: See `SequenceParallel` and its `attention` for the errors.
     """
     visible = admit.mask_of(causal, mask)
     given = q, k, v
@@ -200,7 +203,7 @@ def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:
 
 
 class _Ranks:
-    """All virtual ranks. Lists have one element per SP rank; rank u + U * r is Ulysses rank u of CP rank r."""
+    """All virtual ranks. Lists have one element per SP rank. Rank `u + U * r` is Ulysses rank u of CP rank r."""
 
     def __init__(
         self, config: SequenceParallelConfig, shards: Shards, sinks: Tensor | None, compilers: dict[Hashable, Compiler]
@@ -253,10 +256,10 @@ class _Ranks:
     def backward(
         self, runtime: Runtime, do: Tensor, local: Tensors, result: list[Tensor], settings: CallSettings
     ) -> Walk:
-        """Return the walk of a rank's backward pass.
+        """Return the walk for a rank's backward pass.
 
         Args:
-            local: The rank's tensors of the operator.
+            local: The rank's tensors for the operator.
             result: The result of the rank's forward pass.
         """
         operator, saves = settings.operator, settings.saves
@@ -269,14 +272,14 @@ class _Ranks:
         return runtime.backward_walk(tensors, shapes, self.sinks, found.saved, settings, self.common)
 
     def walk_all(self, walks: list[Walk]) -> list[list[Tensor]]:
-        """Return the results of all ranks. Ranks take turns; each turn runs until a message is missing."""
+        """Return the results of all ranks. Ranks take turns, and each turn lasts until a message is missing."""
         while any(walk.at < len(walk.program.code) for walk in walks):
             assert any([_advance(walk) for walk in walks]), "ranks wait for one another"
         assert not any(queue for box in self.mailboxes for queue in box.values()), "a message nobody received"
         return [walk.call.results() for walk in walks]
 
     def shard(self, side: str, x: Tensor) -> list[Tensor]:
-        """Return each rank's tokens of a side ("q" or "kv"). If `side` is empty, ranks receive the whole tensor."""
+        """Return each rank's tokens for a side ("q" or "kv"). If `side` is empty, each rank gets the whole tensor."""
         return [x[:, positions] for positions in self.positions[side]] if side else [x] * len(self.runtimes)
 
     def unshard(self, side: str, shards: list[Tensor], seq: int) -> Tensor:
@@ -290,7 +293,10 @@ class _Ranks:
 
 
 def _advance(walk: Walk) -> bool:
-    """Execute instructions until a message is missing or the program ends. Return whether the walk advanced."""
+    """Execute instructions until a message is missing or the program ends.
+
+    Return whether any instruction was executed.
+    """
     start = walk.at
     while walk.at < len(walk.program.code):
         instruction = walk.program.code[walk.at]

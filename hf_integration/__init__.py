@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from .trainer.callback import SequenceParallelCallback
     from .trainer.trainer import SequenceParallelMixin, SequenceParallelTrainer
 
-# (major, minor) of transformers; `make test-all` tests both versions, and setup.cfg requires the same range
+# The oldest and newest supported transformers versions (major, minor). `make test-all` tests both, and setup.cfg
+# requires the same range.
 OLDEST, NEWEST = (5, 18), (5, 23)
 LATER = {
     "SequenceParallelCallback": "trainer.callback",
@@ -67,7 +68,7 @@ __all__ = [
 
 
 def check_transformers(version: str) -> None:
-    """Raise ConfigError if transformers is too old; warn on one rank if it is newer than the tested versions."""
+    """Raise ConfigError if transformers is too old, and warn on one rank if it is newer than tested."""
     release = Version(version).release[:2]
     tested = f"transformers {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
     if release < OLDEST:

@@ -1,8 +1,8 @@
 """Convert accelerate's ParallelismConfig, which configures DeepSpeed's Ulysses, to our "sequence_parallel" section.
 
 The ParallelismConfig comes from TrainingArguments, from a script that passes it to an Accelerator, or from accelerate's
-launcher through the environment. The ParallelismConfig must be removed from the Accelerator, which would otherwise
-shard every batch a second time, with separate groups.
+launcher through the environment. The ParallelismConfig must be removed from the Accelerator. Otherwise the Accelerator
+would shard every batch a second time, using separate process groups.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from accelerate import Accelerator, ParallelismConfig
 
 from ds_seqpar.base.errors import SECTION, ConfigError
 
-# sp_attn_implementation -> our kernel; others are refused
+# our kernel for each supported sp_attn_implementation
 KERNELS = {
     None: None,
     "None": None,
@@ -25,7 +25,7 @@ KERNELS = {
 
 
 def removed_from(accelerator: Accelerator) -> ParallelismConfig | None:
-    """Remove and return the ParallelismConfig of an Accelerator, or None if there is none."""
+    """Remove an Accelerator's ParallelismConfig and return it, or None if the Accelerator has none."""
     state: Any = accelerator.state
     parallelism, state.parallelism_config, state.device_mesh = state.parallelism_config, None, None
     return parallelism
@@ -34,10 +34,11 @@ def removed_from(accelerator: Accelerator) -> ParallelismConfig | None:
 def joined(section: Mapping[str, Any], parallelism: ParallelismConfig | None, world: int) -> Any:
     """Merge the settings of a ParallelismConfig into the section and return the result.
 
-    Raises ConfigError if the section contradicts the ParallelismConfig, or if a field is unrelated to sequence
+    Raises ConfigError if the section contradicts the ParallelismConfig, or sets a field that is unrelated to sequence
     parallelism.
     """
-    if parallelism is None or not isinstance(section, Mapping):  # SequenceParallelConfig raises if it is not a mapping
+    # SequenceParallelConfig raises an error for a non-mapping
+    if parallelism is None or not isinstance(section, Mapping):
         return section
     for field in ("tp_size", "cp_size"):
         if (value := getattr(parallelism, field)) > 1:

@@ -1,9 +1,9 @@
 """Accelerators that count groups of ranks instead of processes, for custom training loops and the Trainer.
 
-A group of ranks that share sequences replaces one process of the plain script. Distributing batches, stepping
-schedulers, gathering and splitting must therefore happen once per group, not once per process. Devices, barriers,
-random states, files and gradient averaging stay per process. `docs/own_loop.md` lists which Accelerator members count
-groups and which count processes.
+A group of ranks that share sequences takes the place of one process in the plain script. Batches must therefore be
+distributed, gathered and split once per group, and schedulers must step once per group, not once per process. Devices,
+barriers, random states, files and gradient averaging are still handled per process. `docs/own_loop.md` lists which
+Accelerator members count groups and which count processes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ TRAINED = (Optimizer, DummyOptim, LRScheduler, DummyScheduler)
 
 
 class GroupState:
-    """A proxy of an accelerate state that counts groups. Attributes other than the counts are forwarded to `own`, the
-    wrapped state.
+    """A proxy for an accelerate state that counts groups instead of processes.
+
+    All other attributes are forwarded to the wrapped state, `own`.
 
     With `sp=None` the proxy counts processes, like the wrapped state.
     """
@@ -88,7 +89,7 @@ class GroupAccelerator(GroupState):
     Args:
         accelerator: The Accelerator of all ranks, kept as `own`.
         sp: The SequenceParallel of the model, or None until the model is patched.
-        of_trainer: Whether the Accelerator belongs to a Trainer, which compares values among ranks and moves whole
+        of_trainer: Whether the Accelerator belongs to a Trainer. A Trainer compares values among ranks and moves whole
             batches to the device itself.
     """
 
@@ -136,7 +137,7 @@ class GroupAccelerator(GroupState):
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader:
-        """Prepare a loader with accelerate so that it serves this rank's group instead of this rank alone."""
+        """Prepare a loader with accelerate so that the loader serves this rank's group instead of this rank alone."""
         accelerator: Any = self.own
         if accelerator.dispatch_batches:
             raise ConfigError(
@@ -212,15 +213,15 @@ class GroupAccelerator(GroupState):
         return self.own.pad_across_processes(recursively_apply(plain, tensor), *args, **kwargs)
 
     def on_process(self, function: Callable | None = None, process_index: int | None = None) -> Any:
-        """Run the function on the first rank of a group."""
+        """Decorate a function to run only on the first rank of a group."""
         if self.sp is not None and process_index is not None:
             process_index = self._ranks_by_group()[process_index][0]
         return self.own.on_process(function, process_index=process_index)
 
     def real_examples(self) -> int | None:
-        """Return the number of non-repeated examples in the last batch, over all groups.
+        """Return the number of non-repeated examples in the last batch across all groups.
 
-        None if no example is a repetition, or if a Trainer cannot determine the number.
+        Return None if no example is repeated, or if a Trainer cannot determine the number.
         """
         state = self.own.gradient_state
         if not state.end_of_dataloader:
@@ -246,12 +247,12 @@ class GroupAccelerator(GroupState):
         return [[rank for rank, of in enumerate(groups) if of == group] for group in range(self.sp.data_size)]
 
     def gather_objects(self, data: Any) -> list[Any]:
-        """Concatenate one list per group; accelerate's `gather_object` concatenates one list per process."""
+        """Concatenate one list per group, whereas accelerate's `gather_object` concatenates one list per process."""
         by_rank = gather_object([data])
         return [x for ranks in self._ranks_by_group() for x in by_rank[ranks[0]]]
 
     def _by_group(self, data: Any, name: str) -> Any:
-        """Gather each tensor of this rank into shape (groups, ...).
+        """Gather each of this rank's tensors into a tensor of shape (groups, ...).
 
         Raises InputError on every rank if the ranks of a group hold different values, and DisagreementError if their
         shapes differ.
@@ -297,7 +298,7 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
     """Return an Accelerator whose processes are the groups of ranks that share sequences.
 
     The new Accelerator distributes batches to groups, steps schedulers once per group, and gathers, reduces and splits
-    over groups. Further members are forwarded to the given Accelerator, which is kept as `own` and still counts ranks.
+    by group. All other members are forwarded to the given Accelerator, which is kept as `own` and still counts ranks.
 
     Args:
         accelerator: The Accelerator of all ranks, before `prepare`.
@@ -307,7 +308,7 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
         The Accelerator that counts groups.
 
     Raises:
-        ConfigError: The Accelerator covers fewer ranks, or has a ParallelismConfig with other sizes.
+        ConfigError: The Accelerator covers fewer ranks than `sp`, or has a ParallelismConfig with different sizes.
 
     Examples:
         ```python
@@ -338,17 +339,17 @@ def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAc
 
 # ---- detecting Accelerators that count ranks instead of groups
 
-# members of an Accelerator that count processes; `prepare` counts processes only if it gets a scheduler
+# Accelerator members that count processes; `prepare` does so only if it is passed a scheduler
 COUNTS = ("prepare", "prepare_scheduler", "gather", "gather_for_metrics", "reduce", "split_between_processes",
           "num_processes")  # fmt: skip
-# packages that mean ranks when they call COUNTS, or that use an Accelerator of their own
+# packages that intend to count ranks when they call COUNTS, or that use their own Accelerator
 EXEMPT_CALLERS = ("accelerate", "transformers", "trl", "hf_integration")
 _patched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # base models that may share sequences
 _counted: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # Accelerators passed to `share_accelerator`
 
 
 def watch(model: nn.Module) -> None:
-    """Make every Accelerator report calls that would count each rank of a sequence separately.
+    """Make every Accelerator report calls that would count the ranks of a group separately.
 
     Args:
         model: A patched base model.

@@ -1,6 +1,6 @@
-"""All undocumented names of transformers, accelerate, DeepSpeed, peft, trl and torch that hf_integration uses.
+"""All undocumented names from transformers, accelerate, DeepSpeed, peft, trl and torch that hf_integration uses.
 
-See also `ds_seqpar.base.compat`, which collects further undocumented names of torch.
+`ds_seqpar.base.compat` collects more undocumented names from torch.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .rebinding import globals_read
 attention_name = attribute(
     "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "the attention of a local forward"
 )
-# the attribute with a config's own attention name, without subconfigs
+# the attribute that stores a config's own attention name, without its subconfigs
 ATTENTION = mark("transformers.configuration_utils:_attn_implementation_internal")
 # set on layers by gradient_checkpointing_enable
 CHECKPOINT = mark("transformers.modeling_utils:_gradient_checkpointing_func")
 checkpoint_of = attribute(
     "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func", "a checkpointed layer"
 )
-# the size of NEFTune's noise, set on embeddings; unscaled noise would depend on the number of ranks
+# the NEFTune noise scale set on embeddings; unscaled noise would depend on the number of ranks
 NEFTUNE = mark("transformers.integrations.neftune:neftune_noise_alpha")
 set_output_recorders = private(
     "transformers.monkey_patching:patch_output_recorders", "a small copy of a model whose classes are patched"
 )
-# set on FSDP1's flat parameters and on their parts
+# set on FSDP1's flat parameters and their parts
 FLATTENED = mark("torch.distributed.fsdp._common_utils:_fsdp_flattened")
-# the function of "eager" attention, in the file of each model; local forwards would raise KeyError
+# each model file's "eager" attention function; without it, local forwards would raise KeyError
 EAGER = mark("transformers.models.llama.modeling_llama:eager_attention_forward")
 
 
@@ -65,12 +65,13 @@ generation_config_of = attribute(
 
 train_batch_size = attribute("transformers.trainer:Trainer._train_batch_size", "a Trainer's count of sequences")
 loss_since_log = attribute("transformers.trainer:Trainer._tr_loss", "`train_loss`")
-# attributes of trl's GRPO and RLOO
+# attributes of trl's GRPO and RLOO trainers
 is_vlm = attribute("trl.trainer.grpo_trainer:GRPOTrainer._is_vlm", "GRPO and RLOO")
 extra_logs = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_extra_logs", "`log_extra` of reward functions")
 extra_metrics = attribute("trl.trainer.grpo_trainer:GRPOTrainer._pending_metrics", "`log_metric` of reward functions")
-TRL_BASE = mark("trl.trainer.base_trainer:_BaseTrainer")  # the base of trl's Trainers; without it they would be refused
-# private methods that `SequenceParallelMixin` extends, with the feature that needs each
+# the base class of trl's trainers, which would otherwise be rejected
+TRL_BASE = mark("trl.trainer.base_trainer:_BaseTrainer")
+# private methods that `SequenceParallelMixin` extends, with the feature that needs each method
 EXTENDED = {
     "_prepare_for_training": "Liger's kernels in a patched model",
     "_finalize_training": "`train_loss`",
@@ -81,13 +82,13 @@ EXTENDED = {
     ),
     "_get_train_sampler": 'train_sampling_strategy="batch_rebalance"',
 }
-# otherwise reference models would run unpatched
+# without this method, reference models would run unpatched
 EXTENDED_OF_TRL = {"_precompute_ref_logps": "DPO with precompute_ref_log_probs"}
-# extended methods of trl's GRPO and RLOO; those in REBOUND call accelerate's functions
+# extended methods of trl's GRPO and RLOO trainers; the methods in REBOUND call accelerate's functions
 REBOUND = ("_calculate_rewards", "_generate_and_score_completions")
 EXTENDED_OF_ROLLOUTS = (*REBOUND, "_generate_single_turn", "_prepare_inputs")
-# the methods of each trl class that make rank-counting calls through globals. `gather`, `gather_object` and
-# `VLLMClient` are replaced by versions that count groups
+# each trl class's methods that call rank-counting functions through globals. `gather`, `gather_object` and `VLLMClient`
+# are replaced by versions that count groups
 CALLED: dict[str, dict[str, set[str]]] = {
     **{name: {} for name in ("SFTTrainer", "RewardTrainer")},
     **{name: {"_precompute_ref_logps": {"broadcast_object_list"}} for name in ("DPOTrainer", "KTOTrainer")},
@@ -98,7 +99,7 @@ CALLED: dict[str, dict[str, set[str]]] = {
 _COUNTS_RANKS = {"gather", "gather_object", "broadcast", "broadcast_object_list", "VLLMClient"}
 
 EXTENDED_OF_VLLM = ("_init_vllm", "_iter_named_params")  # of trl's VLLMGeneration
-# the original class would gather the prompts of every rank
+# the original class would gather every rank's prompts
 _GENERATION = mark("trl.trainer.grpo_trainer:VLLMGeneration")
 
 
@@ -125,9 +126,9 @@ def check_trainer(trainer_class: type) -> None:
 
 
 def check_rollouts(trainer_class: type) -> None:
-    """Raise ConfigError if trl's GRPO or RLOO lacks a method that `Rollouts` extends.
+    """Raise ConfigError if trl's GRPO or RLOO trainer lacks a method that `Rollouts` extends.
 
-    ConfigError is also raised if trl's vLLM client makes rank-counting calls that `CALLED` does not list.
+    Also raise ConfigError if trl's vLLM client makes rank-counting calls that `CALLED` does not list.
     """
     breaks = "what counts groups in GRPO and RLOO"
     for name in EXTENDED_OF_ROLLOUTS:
@@ -138,9 +139,9 @@ def check_rollouts(trainer_class: type) -> None:
 
 
 def cuts_of_rows() -> tuple[Callable, Callable]:
-    """Return trl's functions that cut a processor's output into rows and join the rows again."""
+    """Return trl's functions that split a processor's output into rows and join the rows again."""
     names = ("split_pixel_values_by_grid", "unsplit_pixel_values_by_grid")
-    cut, join = (private(f"trl.trainer.utils:{name}", "GRPO and RLOO with pictures") for name in names)
+    cut, join = (private(f"trl.trainer.utils:{name}", "GRPO and RLOO with images") for name in names)
     return cut, join
 
 
@@ -150,7 +151,7 @@ def check_calls(cls: type) -> None:
     for base in cls.__mro__:
         for name, method in vars(base).items() if base.__module__.startswith("trl.") else ():
             scope = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__globals__", {})
-            # including aliases of the functions in the method's file
+            # including the functions' aliases in the method's file
             read = {x for x in globals_read(method) if {x, getattr(scope.get(x), "__name__", x)} & _COUNTS_RANKS}
             found.setdefault(name, read)
     for name in sorted({*expected, *found}):
@@ -181,13 +182,13 @@ _GROUPS = "an Accelerator that counts groups of ranks"
 schedulers = attribute("accelerate.accelerator:Accelerator._schedulers", _GROUPS)
 models = attribute("accelerate.accelerator:Accelerator._models", _GROUPS)
 loaders = attribute("accelerate.accelerator:Accelerator._dataloaders", _GROUPS)
-# set on prepared loaders; preparing one again would give the ranks of a sequence different batches
+# set on prepared loaders; preparing a loader twice would give the ranks of a group different batches
 PREPARED = mark("accelerate.accelerator:_is_accelerate_prepared")
 
 
 @contextlib.contextmanager
 def counting_processes(number: int) -> Iterator[None]:
-    """Context manager that sets accelerate's number of processes, which accelerate's schedulers read in each step."""
+    """Context manager that sets the number of processes that accelerate's schedulers read in each step."""
     state = PartialState()
     processes, state.num_processes = state.num_processes, number
     try:
@@ -198,7 +199,7 @@ def counting_processes(number: int) -> Iterator[None]:
 
 
 def watch_member(name: str, check: Callable[[Accelerator, FrameType, tuple], None]) -> None:
-    """Call a check before each use of a method or property of any Accelerator.
+    """Run a check before each use of an Accelerator method or property.
 
     Args:
         name: The name of the member.
@@ -217,10 +218,10 @@ def watch_member(name: str, check: Callable[[Accelerator, FrameType, tuple], Non
 
 # ---- DeepSpeed
 
-# an attribute of engines, whose reported figures would otherwise count ranks
+# an attribute of engines; without it, reported figures would count ranks
 ENGINE = mark("deepspeed.runtime.engine:global_samples")
 
-# set on parameters and modules under ZeRO-3; without it, ZeRO-3 would go undetected
+# set on parameters and modules by ZeRO-3, and used to detect ZeRO-3
 ZERO_ID = mark("deepspeed.runtime.zero.partition_parameters:ds_id")
 # set on a module whose parameters ZeRO-3 must fetch together; otherwise gradients would be reduced tile by tile
 LEAF = mark("deepspeed.utils.z3_leaf_module:_z3_leaf")
@@ -242,7 +243,7 @@ def is_fetching(parameter: Any) -> bool:
 
 
 def _zero_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Callable], list[int]]]:
-    """Yield each dict of forward hooks that contains ZeRO-3 hooks, with the keys of the ZeRO-3 hooks."""
+    """Yield each forward hook dict that contains ZeRO-3 hooks, along with the keys of those hooks."""
     for module in model.modules():
         for hooks in (forward_pre_hooks(module), forward_hooks(module)):
             if keys := [key for key, hook in hooks.items() if hook.__module__.startswith("deepspeed.")]:
@@ -256,7 +257,7 @@ def has_zero_hooks(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def without_zero_hooks(model: nn.Module) -> Iterator[None]:
-    """Context manager in which a model's forward neither fetches nor drops parameters."""
+    """Context manager in which a model's forward neither gathers nor releases ZeRO-3 parameters."""
     before = [(hooks, dict(hooks)) for hooks, _ in _zero_hooks(model)]
     for hooks, keys in [*_zero_hooks(model)]:
         for key in keys:
@@ -272,7 +273,7 @@ def without_zero_hooks(model: nn.Module) -> Iterator[None]:
 def outside_zero_init() -> Iterator[None]:
     """Context manager in which new modules get whole parameters, even inside `deepspeed.zero.Init`.
 
-    The context also works under a Trainer with ZeRO-3, where transformers would otherwise partition submodels.
+    The context also works in a Trainer that uses ZeRO-3, in which transformers would otherwise partition submodels.
     """
     zero, breaks = (
         sys.modules.get("deepspeed.runtime.zero.partition_parameters"),
@@ -328,9 +329,9 @@ def copy_hooks(module: nn.Module, other: nn.Module, wanted: Callable[[Callable],
 
 @contextlib.contextmanager
 def without_hooks(tensors: Iterable[Any]) -> Iterator[None]:
-    """Context manager that removes the hooks of tensors.
+    """Context manager that removes tensor hooks.
 
-    `torch.autograd.grad` would run the hooks for each tile, but the hooks must run once, on the sum of all tiles'
+    `torch.autograd.grad` would run the hooks for each tile, but the hooks must run only once, on the sum of all tiles'
     gradients.
     """
     before = [(tensor, tensor._backward_hooks) for tensor in tensors]
@@ -344,5 +345,5 @@ def without_hooks(tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def set_dataset(loader: DataLoader, dataset: Any) -> None:
-    """Replace the data set of a loader, which DataLoader itself forbids."""
+    """Replace a loader's data set, although DataLoader itself forbids the replacement."""
     vars(loader)["dataset"] = dataset

@@ -1,9 +1,9 @@
-"""The context of one forward of a patched model: its mode (local, sharded, whole or decode) and all state shared by its
-parts.
+"""The context of a patched model's forward, with its mode (local, sharded, whole or decode) and all shared state.
 
-The outermost called module creates the context once. Layers receive the context as the keyword `sequence_parallel`.
-RoPE, norms, MLPs and heads, which get no keyword, read the context from a ContextVar. The ContextVar is empty in
-autograd threads, so code that recomputes part of a forward there must first enter the original context.
+The outermost module in a call creates the context. Layers receive the context as the keyword argument
+`sequence_parallel`. RoPE, norms, MLPs and heads do not get the keyword, so they read the context from a ContextVar. The
+ContextVar is empty in autograd threads, so code that recomputes part of a forward in such a thread must first enter the
+original context.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class ForwardState:
 
     begun: bool = False  # whether the base model was called
     losses: list[float] | None = None  # the sum of token losses of each tile; None disables the loss check
-    router_logits: tuple[Tensor, ...] | None = None  # the base model's router logits, until the forward ends
+    router_logits: tuple[Tensor, ...] | None = None  # the base model's router logits until the forward ends
     noise: OwnNoise | None = None  # set while this rank draws random numbers for its own tokens
     shared: list[Tensor] | None = None  # the shared random states after the last draw for own tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardContext:
-    """One forward of a patched model.
+    """Context of one forward of a patched model.
 
     Layers must receive the same context object, not a copy. FSDP2 rebuilds dataclass arguments of modules, which would
-    copy the state, so ForwardContext hides that it is a dataclass.
+    copy the state. ForwardContext therefore hides that it is a dataclass.
     """
 
-    mode: Mode | None = None  # None until the base model's call decides
-    module: nn.Module | None = None  # the called module
+    mode: Mode | None = None  # None until the base model's call sets the mode
+    module: nn.Module | None = None  # the module in the call
     layout: BatchLayout | None = None  # None if sequences are divided equally
     positions: Tensor | None = None  # the position_ids of the coming base model call
     spec: ShardSpec | None = None  # the spec of a whole batch that was sharded
@@ -59,7 +59,7 @@ class ForwardContext:
     compared: ValueChecks | None = None  # values that ranks compare for a whole batch
     rope_tokens: int | None = None  # the number of tokens up to the longest position; None if RoPE sees all tokens
     state: ForwardState = dataclasses.field(default_factory=ForwardState)
-    outer: ForwardContext | None = None  # the context around this one
+    outer: ForwardContext | None = None  # the enclosing context
     within: bool = False  # whether the module of `outer` called this one, rather than a user's hook
 
     @property
@@ -74,16 +74,16 @@ class ForwardContext:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the base model or its stack may still decide how the call is shared."""
+        """Whether the base model or its stack of layers can still decide how ranks share the call."""
         return self.mode not in ("local", "sharded") and self.spec is None and self.cached is None
 
     @property
     def is_in_whole(self) -> bool:
-        """Whether an enclosing module receives the module's outputs for whole sequences."""
+        """Whether an enclosing module receives outputs for whole sequences."""
         return self.within and self.outer is not None and self.outer.mode == "whole"
 
     def recomputing(self) -> ForwardContext:
-        """Return a context with fresh state, for a checkpoint that computes part of a forward twice."""
+        """Return a context with fresh state, for recomputing a part of a forward in a checkpoint."""
         return self.replace(state=ForwardState())
 
     def replace(self, **changes: Any) -> ForwardContext:

@@ -1,8 +1,8 @@
 """Find the modules of transformers models, check attention settings, and switch the attention function.
 
 transformers looks up attention and mask functions by the name in a model's config. A patched model therefore gets its
-own config, with our name in the text part. Copies of the patched config contain the previous name, and saved model
-files contain no name.
+own config, whose text part contains our attention's name. Copies of the patched config contain the previous attention
+name, and saved model files contain no attention name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["base_of", "check_adapters", "check_config", "check_model", "unwrappe
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ConfigError for a peft model with a prompt learning method, which adds tokens before the sequence."""
+    """Raise ConfigError for a peft model that uses prompt learning, which adds tokens before the sequence."""
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         raise ConfigError(
             "sequence parallel training needs adapters inside the model; got a prompt learning method of peft, which "
@@ -39,7 +39,7 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def vocabulary(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the current (number of token embeddings, number of logits per token)."""
+    """Return a model's current (number of token embeddings, number of logits per token)."""
     size = model.config.get_text_config(decoder=True).vocab_size
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     return getattr(embeddings, "num_embeddings", size), getattr(head, "out_features", size)
@@ -65,14 +65,14 @@ def check_config(model: PreTrainedModel, outside: bool) -> None:
 
     Args:
         model: A transformers model.
-        outside: Whether masks are made for each batch outside the layers, regardless of the layers' config.
+        outside: Whether masks are created outside the layers for each batch, regardless of the layers' config.
     """
     if unmet_needs := _unmet_needs(model.config.get_text_config(decoder=True), outside):
         raise ConfigError(f"sequence parallel attention needs {' and '.join(unmet_needs)}; change the model's config")
 
 
 def _unmet_needs(config: PreTrainedConfig, outside: bool) -> list[str]:
-    """Return "NEEDED; got GIVEN" for each setting that prevents patching any model."""
+    """Return "NEEDED; got GIVEN" for each config setting that prevents patching."""
     unmet = [
         f"{name} 0 (ranks would drop different weights); got {rate}"
         for name, rate in vars(config).items()
@@ -88,7 +88,7 @@ def _unmet_needs(config: PreTrainedConfig, outside: bool) -> list[str]:
 
 
 def base_of(model: Any) -> Any:
-    """Return the patched module: the base model, or the part of the base model that heads call directly."""
+    """Return the patched module, which is the base model or the part of the base model that heads call directly."""
     own = patch_on(model)
     return model.base_model if own is None or own.base is None else model.get_submodule(own.base)
 
@@ -100,7 +100,7 @@ def patch_of(model: Any) -> Any:
 
 
 def balance_weight(model: Any) -> float:
-    """Return the weight of the loss that balances experts, or 0 if the model has no such loss."""
+    """Return the weight of the expert balance loss, or 0 if the model has no such loss."""
     return next((getattr(owner, name) for owner, name in _balance_weights(model)), 0.0)
 
 
@@ -115,14 +115,14 @@ def _balance_weights(model: Any) -> list[tuple[Any, str]]:
 
 
 NAME = "ds_seqpar"
-BALANCE = ("router_aux_loss_coef", "aux_loss_coef")  # attributes with the weight of the loss that balances experts
+BALANCE = ("router_aux_loss_coef", "aux_loss_coef")  # attributes that store the weight of the expert balance loss
 
 
 class Name(str):
-    """The name of our attention in a config. Copying or pickling yields the replaced name instead.
+    """The name of our attention in a config. Copying or pickling a `Name` yields the replaced name instead.
 
-    transformers searches attention names for "flash" to choose masks for flash attention. `Name` answers the search for
-    the attention that local forwards use.
+    transformers searches attention names for "flash" to choose masks for flash attention. In this search, a `Name` acts
+    like the name of the attention for local forwards.
     """
 
     replaced: str
@@ -135,8 +135,9 @@ class Name(str):
 
 
 def keep_name(config: Any, before: str | None = None) -> None:
-    """Set the name of our attention in a config. Local forwards still use the attention named by `before`, by default
-    the config's previous attention.
+    """Set the name of our attention in a config.
+
+    Local forwards still use the attention named by `before`, which defaults to the config's previous attention.
     """
     if not isinstance(name := attention_name(config), Name):
         ours = Name(NAME)
@@ -145,25 +146,25 @@ def keep_name(config: Any, before: str | None = None) -> None:
 
 
 def name_before(config: Any) -> str:
-    """Return the name of the attention in a config, or the name that our attention has replaced."""
+    """Return the name of a config's attention, or the previous name if our attention replaced it."""
     if (name := attention_name(config)) == NAME and not isinstance(name, Name):
         raise ConfigError(f'attention "{NAME}" needs patch_attention; set attn_implementation to "sdpa", then patch')
     return getattr(name, "replaced", name)
 
 
 def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, Any] | None = None) -> str:
-    """Switch the attention of a model's text part, on a config that no other model shares.
+    """Switch the attention of a model's text part, in a config that no other model shares.
 
     Args:
         model: A model.
         name: The name of an attention function.
-        attending: The modules that must use the function afterwards, by name.
+        attending: The modules that must use the attention function after the switch, by name.
 
     Returns:
         The previous name.
 
     Raises:
-        ConfigError: Some module keeps its previous attention because its class cannot switch. transformers would only
+        ConfigError: A module keeps its previous attention because its class cannot switch. transformers would only
             warn.
     """
     copies: dict[int, Any] = {}
@@ -186,10 +187,7 @@ def switch_attention(model: PreTrainedModel, name: str, attending: Mapping[str, 
 
 
 def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Compute the attention of the unpatched model.
-
-    For "eager", call the function in the model's own file.
-    """
+    """Compute attention as in the unpatched model. For "eager", call the function in the model's own file."""
     files = [sys.modules[cls.__module__] for cls in type(module).__mro__]
     eager: Any = next((getattr(file, EAGER) for file in files if hasattr(file, EAGER)), None)
     name = name_before(module.config)
@@ -198,7 +196,7 @@ def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Ten
 
 
 class _With:
-    """A view of a module or config with some attributes changed, so that flash attention finds its kernel's name.
+    """A view of a module or config with changed attributes, through which flash attention reads its kernel's name.
 
     The original object stays unchanged, since other threads may read it at the same time.
     """
@@ -216,7 +214,7 @@ class _With:
 def heads_around(model: nn.Module) -> list[nn.Module]:
     """Return the modules that wrap the base model and that users call.
 
-    The list includes peft's modules, since peft may call the forward of the inner model without that model's hooks.
+    peft's modules are included, because peft may call the inner model's forward without running that model's hooks.
     """
     inner = unwrapped(model)
     modules = [module for module in model.modules() if _is_of_peft(module)]
@@ -234,17 +232,17 @@ def _is_of_peft(module: nn.Module) -> bool:
     return any(cls.__name__ == "PeftModel" for cls in type(module).__mro__)
 
 
-# modules from these packages behave like the modules that they replace
+# modules from these packages behave like the modules they replace
 QUANTIZERS = ("bitsandbytes", "torchao", "kernels")
 CAUSAL_LMS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
 LIBRARIES = ("transformers", "liger_kernel", "trl", "peft", "accelerate", "torch", "deepspeed", "hf_integration")
 
 
 def is_plain_head(module: Any) -> bool:
-    """Return whether a module that wraps the base model computes only the token losses of a causal language model.
+    """Return whether a module around the base model computes only the token losses of a causal language model.
 
-    Library heads for causal language models compute only token losses. Heads of other kinds, user-defined forwards and
-    adapters with a penalty may compute any loss from the base model's outputs.
+    Library heads for causal language models compute only token losses. Other heads, user-defined forwards and adapters
+    with a penalty may compute any loss from the base model's outputs.
     """
     if _is_of_peft(module):  # the forward of a peft tuner may add a term to the loss
         tuner = next(cls for cls in type(module.base_model).__mro__ if "forward" in vars(cls))
@@ -255,20 +253,20 @@ def is_plain_head(module: Any) -> bool:
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Return whether a model's class is, or extends, a causal language model of transformers."""
+    """Return whether a model's class is a transformers causal language model or a subclass of one."""
     names = [cls.__name__ for cls in type(model).__mro__]
     return any(name.endswith("ForCausalLM") or name in CAUSAL_LMS for name in names)
 
 
 def is_of_library(forward: Any) -> bool:
-    """Return whether a function or a class comes from a library rather than from user code."""
+    """Return whether a function or class comes from a library rather than from user code."""
     while isinstance(forward, functools.partial):
         forward = forward.func
     return (getattr(inspect.unwrap(forward), "__module__", None) or "").partition(".")[0] in LIBRARIES
 
 
 def is_of_liger(forward: Callable[..., Any]) -> bool:
-    """Return whether a forward comes from Liger, as part of a Liger class or set on a module by Liger.
+    """Return whether a forward belongs to a Liger class or was set on a module by Liger.
 
     Liger's norms, activations and RoPE process tokens independently, so a rank's local tokens suffice. Liger's fused
     loss takes shift_labels and num_items_in_batch and never materializes the whole logits, so it replaces our loss

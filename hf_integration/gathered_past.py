@@ -1,10 +1,10 @@
-"""Run unmodified attention modules on a rank's tokens, as if they continued from a cache of all earlier tokens.
+"""Run unmodified attention modules on a rank's tokens as if the tokens followed a cache of all earlier tokens.
 
-Modules with an index, or with custom attention, read earlier tokens from a cache. A patched module therefore gets a
-`GatheredPast` as its cache, and runs twice on each piece of a rank's tokens. In the first run the piece attends only to
-itself, and the cache records the module's keys. All ranks then gather the keys. In the second run the cache returns the
-keys of the piece's document, up to the piece's last token. A piece has few rows, and its second run is recomputed in
-backward, so memory grows with the number of rows times the number of tokens.
+Modules that select keys with an index, or that have custom attention, read earlier tokens from a cache. Each of these
+modules therefore gets a `GatheredPast` as its cache, and runs twice on each piece of a rank's tokens. In the first run
+the piece attends only to itself, and the cache records the module's keys. All ranks then gather the keys. In the second
+run the cache returns the keys of the piece's document, up to the piece's last token. A piece is short, and its second
+run is recomputed in backward, so memory grows with the piece's length times the number of tokens.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from .graph_breaks import between_graphs
 from .module_patch import is_overridden, override, patched
 
 CACHES = ("past_key_values", "layer_past")  # names of the cache argument
-BY_KEY, PER_HEAD = "alibi", "position_bias"  # names of arguments without a query dim
+BY_KEY, PER_HEAD = "alibi", "position_bias"  # names of arguments that have no query dim
 WHOLE = BY_KEY, PER_HEAD
-SHARED = "shared_kv_states"  # the name of an argument by which layers share keys
+SHARED = "shared_kv_states"  # the name of the argument through which layers share keys
 KEYS = "keys"  # the name under which a module's keys and values are recorded
-CONVOLUTION = "convolution "  # the name of a convolution from whose outputs keys may be made
+CONVOLUTION = "convolution "  # prefix in the names of convolutions whose outputs may be used to compute keys
 POOLS = "compress_ratio"  # an attribute of indexers that rotate compressed keys by position
 LAYER = "a layer that gathers keys"  # for error messages
-NUMBERS = ("position_ids", "prev_topk_indices")  # names of arguments that number keys
-ROWS = 256  # tokens that a module computes at a time
+NUMBERS = ("position_ids", "prev_topk_indices")  # names of arguments with positions or indices of keys
+ROWS = 256  # number of tokens that a module computes at a time
 
 Inputs = dict[str, Any]
 Taken = dict[tuple[str, int], Tensor]  # (name, tensor index) -> (B, tokens, ...)
 
 
 class Kept(Protocol):
-    """Interface of this rank's cached tensors for some rows.
+    """Interface to this rank's cached tensors for some rows.
 
     Attributes:
-        tokens: The number of tokens, including new tokens.
-        first: The first token whose values are still stored, by name; missing names start at 0.
+        tokens: The number of tokens, including the new tokens.
+        first: The first token whose values are still stored, by name. Missing names start at token 0.
         entries: The entries into which the module has compressed tokens, by name (B, entries, ...).
     """
 
@@ -67,11 +67,11 @@ class Kept(Protocol):
     entries: dict[str, Tensor]
 
     def store(self, new: Taken) -> Taken:
-        """Store the module's tensors for new tokens. Return all stored tensors of the same names."""
+        """Store the module's tensors for new tokens, and return all stored tensors with the same names."""
         ...
 
     def store_entries(self, entries: Mapping[str, Tensor]) -> None:
-        """Store all compressed entries so far."""
+        """Store all entries compressed so far."""
         ...
 
 
@@ -80,11 +80,11 @@ class GatheredPast:
 
     Args:
         module: The module.
-        piece: The piece of tokens that the module runs on.
-        gathered: The gathered tensor of all tokens (B, tokens, ...) for each (name, tensor index).
+        piece: The piece of tokens on which the module runs.
+        gathered: The tensors (B, tokens, ...) gathered from all ranks, by (name, tensor index).
         is_alone: Whether the piece attends only to itself and the gathered tensors.
-        kept: The cached tensors of earlier forwards, or None without a cache.
-        stores: Whether to store new tensors, as in a decode step, which gathers nothing.
+        kept: The cached tensors from earlier forwards, or None without a cache.
+        stores: Whether to store new tensors, as in a decode step, in which no tensors are gathered.
 
     Attributes:
         taken: The piece's own tensors, keyed like `gathered`, in the order of the module's calls.
@@ -109,11 +109,12 @@ class GatheredPast:
         self.keys: Tensor | None = None
 
     def _all(self, what: str, *xs: Tensor, axis: int = -2, start: int = 0) -> list[Tensor]:
-        """Record tensors (B, ..., tokens, ...). Return gathered tensors of the document up to the piece's end if
-        available.
+        """Record tensors (B, ..., tokens, ...).
+
+        Return the document's gathered tensors up to the end of the piece, if available.
 
         Args:
-            start: The first token that is needed.
+            start: The first token needed.
         """
         found: list[Tensor] = []
         for number, x in enumerate(xs):
@@ -153,8 +154,8 @@ class GatheredPast:
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return all complete compression windows.
 
-        Each piece compresses all windows again, since ranks gather the windows' inputs. If entries are cached, only the
-        last cached window is returned again, because the next entry depends on that window.
+        Each piece compresses all windows again, because ranks gather the inputs of compression. If entries are cached,
+        only the last cached window is compressed again, because the next entry depends on it.
         """
         rate = rate_of(self.module)
         known = None if self.kept is None else self.kept.entries.get(name)
@@ -162,7 +163,7 @@ class GatheredPast:
         skipped = 0 if self.known is None else max(0, self.known.shape[1] - 1)
         kv, gate = self._all(name, kv, gate, start=skipped * rate)
         self.windows = kv.shape[1] // rate
-        # a window of padding: later modules must run, since ZeRO-3 gathers parameters on all ranks
+        # return a window of padding, since later modules must run for ZeRO-3 to gather parameters on all ranks
         if not self.windows:
             kv, gate = (F.pad(x, (0, 0, 0, rate - x.shape[1])) for x in (kv, gate))
             return kv, gate, 0
@@ -198,7 +199,7 @@ class GatheredPast:
 
 
 class _OfPiece(UserDict):
-    """A dict through which layers share keys, restricted to one run of one piece."""
+    """A dict through which layers share keys during one run of one piece."""
 
     def __init__(self, shared: Any, run: str) -> None:
         super().__init__()
@@ -212,7 +213,7 @@ class _OfPiece(UserDict):
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """Return the name of the cache argument of a module's forward, or None if the forward takes no cache."""
+    """Return the name of a forward's cache argument, or None if the forward takes no cache."""
     names = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHES if name in names), None)
 
@@ -225,13 +226,13 @@ def arguments(module: nn.Module, args: tuple, kwargs: Inputs) -> Inputs:
 
 
 def rate_of(module: nn.Module) -> int:
-    """Return how many tokens a module compresses into one entry, or 0 without compression."""
+    """Return the number of tokens that a module compresses into one entry, or 0 if it does not compress."""
     rate: Any = next((m.compress_rate for m in module.modules() if hasattr(m, "compress_rate")), 0)
     return rate
 
 
 def takes_keys(modules: Iterable[nn.Module]) -> bool:
-    """Return whether some module takes `alibi`, which the model computes from all keys and a 2-dim mask."""
+    """Return whether any module takes `alibi`, which the model computes from a 2-dim mask of all keys."""
     return any("alibi" in inspect.signature(type(module).forward).parameters for module in modules)
 
 
@@ -239,11 +240,11 @@ def takes_keys(modules: Iterable[nn.Module]) -> bool:
 
 
 class Pieces:
-    """One call of a module, which can be run on pieces of the tokens.
+    """A call of a module that can run on pieces of the tokens.
 
     Args:
         module: The module.
-        window: The number of tokens that a query sees under the module's mask, or None for all earlier tokens.
+        window: The number of tokens that a query sees under the module's mask, or None if it sees all earlier tokens.
         args: The positional arguments of the call.
         kwargs: The keyword arguments of the call.
     """
@@ -259,14 +260,14 @@ class Pieces:
         return getattr(self.module, "layer_idx", None) or 0
 
     def with_one_more(self) -> Pieces:
-        """Return the call with a dummy token appended, for ranks that must add runs to match the other ranks."""
+        """Return the call with a dummy token appended, for ranks that need extra runs to match the other ranks."""
         more = copy.copy(self)
         more.tokens = self.tokens + 1
         more.inputs = {name: self._mapped(name, x, _extended) for name, x in self.inputs.items()}
         return more
 
     def of_rows(self, rows: slice) -> Pieces:
-        """Return the call for some rows of the batch."""
+        """Return the call restricted to some rows of the batch."""
         count, some = self.inputs[self.states].shape[0], copy.copy(self)
 
         def cut(x: Any) -> Any:
@@ -276,7 +277,7 @@ class Pieces:
                 return type(x)(map(cut, x))
             if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[0] in (0, 1) or x.shape[0] % count:
                 return x
-            # alibi has all heads of one row, then the next row's
+            # alibi contains all heads of one row, followed by all heads of the next row
             return x.unflatten(0, (count, -1))[rows].flatten(0, 1)
 
         some.inputs = {name: x if name == PER_HEAD else cut(x) for name, x in self.inputs.items()}
@@ -319,11 +320,11 @@ class Pieces:
         """Renumber keys from 0 for a piece that attends only to itself."""
         if name != "position_ids":
             return torch.zeros_like(x)
-        # without rotation, position_ids only limit the keys that an index may pick
+        # without RoPE, position_ids only limit the keys that an index may select
         return x - x[..., :1] if self.inputs.get("position_embeddings") is not None else x
 
     def _mask(self, given: Tensor, piece: Piece, keys: int) -> Tensor:
-        """Return the mask of a piece in the form that eager attention or sdpa expects."""
+        """Return a piece's mask in the form that eager attention or sdpa expects."""
         x = self.inputs[self.states]
         at = torch.arange(keys, device=x.device)
         distance = at[keys - piece.length :, None] - at
@@ -349,17 +350,20 @@ class Pieces:
 
 
 def _extended(x: Tensor, axis: int) -> Tensor:
-    """Return x with a dummy token appended, connected to the same autograd graph."""
+    """Return x with a dummy token appended, in the same autograd graph."""
     shape = [1 if i == axis else n for i, n in enumerate(x.shape)]
     return torch.cat([x, x.new_ones(shape) if x.is_floating_point() else x.new_zeros(shape)], axis)
 
 
 def joined(outputs: Sequence[Any], pieces: Sequence[Piece]) -> Any:
-    """Join a module's outputs for several pieces into one output for all tokens. Attention weights become None."""
+    """Join a module's outputs for several pieces into one output for all tokens.
+
+    Attention weights are replaced with None.
+    """
     if isinstance(outputs[0], tuple | list):
         return type(outputs[0])(joined(each, pieces) for each in zip(*outputs, strict=True))
     lengths = [piece.length for piece in pieces]
-    if not isinstance(outputs[0], Tensor) or outputs[0].dim() < 2:  # for example a bias that the layer adds
+    if not isinstance(outputs[0], Tensor) or outputs[0].dim() < 2:  # such as a bias that the layer adds
         return outputs[0]
     if outputs[0].dim() != 3 or [x.shape[1] for x in outputs] != lengths:
         return None
@@ -378,15 +382,15 @@ Gather = Callable[[list[Tensor]], list[Tensor]]
 
 
 def in_pieces(call: Pieces, pieces: Sequence[Piece], gather: Gather, count: int = 0, kept: Kept | None = None) -> Any:
-    """Run a module on pieces of this rank's tokens, as if each piece continued from a cache.
+    """Run a module on pieces of this rank's tokens as if each piece followed a cache.
 
     Args:
         call: The call.
         pieces: All pieces of the rank, in order.
-        gather: Gathers tensors of the rank's tokens (B, local tokens, ...) into tensors of all tokens.
+        gather: A function that gathers tensors of local tokens (B, local tokens, ...) into tensors of all tokens.
         count: The largest number of pieces on any rank. ZeRO-3 gathers parameters in each run, so all ranks need the
             same number of runs.
-        kept: Stores the gathered tensors, or None to store nothing.
+        kept: An object that stores the gathered tensors, or None to store nothing.
     """
     tokens, mine, none = call.tokens, len(pieces), Taken()
     runs = [*pieces, *[Piece(call.tokens, 1, 0, 0)] * (count - mine)]
@@ -444,7 +448,7 @@ def of_all_rows(outputs: Sequence[Any], fill: int | None = None) -> Any:
 
     Args:
         outputs: The outputs of the rows, in order.
-        fill: The value that pads rows with fewer indices, or None to repeat a row's last index.
+        fill: The value with which to pad rows that have fewer indices, or None to repeat a row's last index.
     """
     first = outputs[0]
     if isinstance(first, tuple | list):
@@ -455,7 +459,7 @@ def of_all_rows(outputs: Sequence[Any], fill: int | None = None) -> Any:
 
 
 def _as_wide(outputs: Sequence[Tensor], fill: int | None = None) -> list[Tensor]:
-    """Return outputs (B, s, W) padded to the same width. Index outputs are narrower if there are fewer tokens."""
+    """Return outputs (B, s, W) padded to the same width. Rows with fewer tokens have narrower index outputs."""
     widest = max(x.shape[2] for x in outputs)
     fills = [x[..., -1:] if fill is None else x.new_full((*x.shape[:2], 1), fill) for x in outputs]
     return [torch.cat([x, y.expand(-1, -1, widest - x.shape[2])], 2) for x, y in zip(outputs, fills, strict=True)]
@@ -478,12 +482,12 @@ def at_once(call: Pieces, pieces: Sequence[Piece], gather: Gather, keep: sparse.
 
 
 def selected(call: Pieces, selection: sparse.Selection) -> Any:
-    """Run a module that `sparse` supports, with a selection as its mask and its cache."""
+    """Run a module that `sparse` supports, with a selection as both its mask and its cache."""
     return sparse.run(call.module, {**call.inputs, "attention_mask": selection, call.cache: selection})
 
 
 def _empty(output: Any) -> Any:
-    """Return a module's output, cut to zero tokens."""
+    """Return a module's output truncated to zero tokens."""
     if isinstance(output, tuple | list):
         return type(output)(map(_empty, output))
     return output[:, :0] if isinstance(output, Tensor) else output
@@ -519,7 +523,7 @@ def _shared(sp: SequenceParallel, context: ForwardContext, call: Pieces) -> Any:
 
 
 def gather_agreed(sp: SequenceParallel, peers: Runtime, xs: list[Tensor], segments: Segments) -> list[Tensor]:
-    """Gather tensors by `operators.gathered.gather`, after the ranks have agreed to gather."""
+    """Gather tensors with `operators.gathered.gather` after the ranks have agreed to gather."""
     alike = [(str(x.dtype), tuple(x.shape[2:]), x.requires_grad) for x in xs]
     sp.checker.check_deferred(NAME, {"tensors": alike}, call=LAYER)
     return gather(peers, xs, segments)
@@ -527,7 +531,7 @@ def gather_agreed(sp: SequenceParallel, peers: Runtime, xs: list[Tensor], segmen
 
 @contextlib.contextmanager
 def _telling(sp: SequenceParallel, module: nn.Module) -> Iterator[None]:
-    """Context manager for a module's run in forward, which raises a rank's error on all ranks.
+    """Context manager that raises an error on all ranks if a module's forward fails on any rank.
 
     An error on one rank alone would leave the other ranks waiting for keys.
     """
@@ -545,14 +549,14 @@ def _telling(sp: SequenceParallel, module: nn.Module) -> Iterator[None]:
 
 
 def check(modules: Iterable[nn.Module]) -> None:
-    """Raise ConfigError for modules that override their class's forward, take no cache or use unsupported attention."""
+    """Raise ConfigError for modules that override their forward, take no cache, or use unsupported attention."""
     for module in modules:
         if "forward" in vars(module) and not is_overridden(module, "forward"):
             raise ConfigError(
                 "layers that gather keys need the forward of their class; got a "
                 f"{type(module).__name__} with another forward, patch the model without it"
             )
-        if cache_argument(module) is None:  # it may be another one in a short sequence
+        if cache_argument(module) is None:  # a short sequence may run a different module
             raise ConfigError(
                 f"layers that gather keys need to take a cache; got a {type(module).__name__}, which takes none, call "
                 "sp.attention from a model of your own (docs/models.md)"
@@ -571,7 +575,7 @@ def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
     Args:
         module: The module.
         sp: The SequenceParallel whose ranks share sequences.
-        window: The window length of the module's mask, or None without a window.
+        window: The window length of the module's mask, or None if the mask has no window.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -588,7 +592,7 @@ def share(module: Any, sp: SequenceParallel, window: int | None) -> None:
 
 
 def keep_config(module: Any, name: str | None = None) -> None:
-    """Give a module and its submodules configs that name their previous attention, or `name`, until `restore`."""
+    """Until `restore`, let configs in a module name the attention `name`, or by default their previous attention."""
     for inner in module.modules():
         if (config := vars(inner).get("config")) is None:
             continue

@@ -12,7 +12,7 @@ import torch
 def between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function to run between the graphs of a compiled model.
 
-    Using `torch.compiler.disable` directly as the decorator would import the compiler.
+    Using `torch.compiler.disable` as the decorator would import the compiler.
     """
 
     @functools.wraps(function)

@@ -1,5 +1,6 @@
-"""How ranks share each argument of transformers models, by name. Arguments that are numbers or plain objects need no
-entry.
+"""Specifications of how ranks share each argument of transformers models, by name.
+
+Numbers and plain objects need no entry.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,14 +14,14 @@ from ds_seqpar.data.value_checks import INTEGERS
 
 
 def _of_own_tokens(features: list[Tensor], batch: Mapping[str, Any], held: Tensor) -> list[Tensor]:
-    """Return the rows of features, each (media tokens, width), that belong to the media tokens on this rank."""
+    """Return the rows of each feature tensor (media tokens, width) that belong to this rank's media tokens."""
     is_media = batch["visual_pos_masks"].flatten()
     numbers, held = is_media.long().cumsum(0) - 1, held.to(is_media.device)
     mine = numbers[held[is_media[held]]]
     return [x[mine.to(x.device)] for x in features]
 
 
-# position_ids of media or of a forward with a cache, sharded like tokens
+# position_ids with media or with a cache, sharded like tokens
 POSITIONS = "position_ids of the model"
 MEDIA = [
     "pixel_values", "pixel_values_videos", "pixel_values_images", "pixel_values_local", "pixel_mask",
@@ -31,7 +32,7 @@ MEDIA = [
     "input_features_mask", "feature_attention_mask", "audio", "audio_values", "audio_embeds", "audio_features",
     "audio_attention_mask", "audio_feature_lengths", "audio_codes", "input_values", "mm_encoder_outputs",
 ]  # fmt: skip
-# arguments that distinguish media tokens from text
+# arguments that distinguish media tokens from text tokens
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 TABLE = joined(
     INPUTS,
@@ -56,12 +57,12 @@ def with_axes(table: Mapping[str, InputSpec], inputs: Mapping[str, Any]) -> Mapp
 
 
 def by_row(inputs: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
-    """Return sums over the bits of each row of large inputs, for comparison between ranks."""
+    """Return checksums of each row of large inputs, for comparison between ranks."""
     found = {name: inputs.get(name) for name in names}
     is_large = {name: x for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1}
     return {f"{name} by row": _sums_of_bits(x) for name, x in is_large.items()}
 
 
 def _sums_of_bits(x: Tensor) -> Tensor:
-    """Return the sum of the bits of each row's numbers, in one pass over the images and without a copy."""
+    """Return the sum of each row's elements, interpreted as integers, in one pass and without a copy."""
     return x.detach().view(INTEGERS[x.dtype.itemsize]).flatten(1).sum(1, dtype=torch.int64)

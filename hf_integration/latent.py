@@ -1,9 +1,9 @@
-"""Latent attention (MLA) of transformers models: patched layers pass compressed latents to attention.
+"""Latent attention (MLA) in transformers models. Patched layers pass compressed latents to attention.
 
-MLA layers compute keys and values in their method `expand_kv(kv_nope, k_rot)`. The patch replaces that method with one
-that returns the latent and its expansion matrix. The matrix is computed by applying the original method to unit
-vectors, so LoRA is included and ZeRO-3 gathers the layer's weight. Gradients reach the weight through the layer's own
-modules.
+MLA layers compute keys and values in their `expand_kv(kv_nope, k_rot)` method. The patch replaces `expand_kv` with a
+method that returns the latent and its expansion matrix. The matrix is computed by applying the original method to unit
+vectors. The matrix therefore includes LoRA, and ZeRO-3 gathers the layer's weight as usual. Gradients reach the weight
+through the layer's own modules.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
 
 
 def use_latent(module: Any) -> None:
-    """Make an MLA module send its latent in sharded forwards. Modules without latent attention stay unchanged."""
+    """Make an MLA module send its latent to other ranks in sharded forwards.
+
+    Modules without latent attention stay unchanged.
+    """
     if hasattr(type(module), EXPAND) and hasattr(module, PROJECTION):
         override(module, EXPAND, types.MethodType(_expand_kv, module))
 
 
 def _expand_kv(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values, or a latent (B, s, R) and the matrix (H, R, D + Dv) that expands it in attention."""
+    """Return keys and values, or a latent (B, s, R) and its expansion matrix (H, R, D + Dv)."""
     if torch.compiler.is_compiling() and patched(module).sp.config.latent_attention != "latent":
-        return type(module).expand_kv(module, kv_nope, k_rot)  # a compiled graph cannot detect which forward it runs in
+        return type(module).expand_kv(module, kv_nope, k_rot)  # compiled graphs cannot detect the current forward
     return _latent(module, kv_nope, k_rot)
 
 
@@ -52,23 +55,23 @@ def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
     tokens = context.layout.tokens if context.layout is not None else kv_nope.shape[2] * sp.size
     widths = kv_nope.shape[-1], k_rot.shape[-1]
     sizes = tokens, module.num_heads, sum(widths), module.qk_head_dim + module.v_head_dim
-    # proving a model temporarily changes the runtime settings
+    # the proof of a model temporarily changes the runtime settings
     if not is_sent(sp.runtime.config, *sizes) or not is_linear(module, is_needed):
         return expand(module, kv_nope, k_rot)
     return torch.cat([kv_nope, k_rot], dim=-1).squeeze(1), matrix_of(module, kv_nope, k_rot)
 
 
 def matrix_of(module: Any, kv_nope: Tensor, k_rot: Tensor) -> Tensor:
-    """Return the matrix (H, R, D + Dv) that expands a module's latents."""
+    """Return the matrix (H, R, D + Dv) that expands a module's latents into keys and values."""
     widths = kv_nope.shape[-1], k_rot.shape[-1]
     units = torch.eye(sum(widths), dtype=kv_nope.dtype, device=kv_nope.device)[None, None]
     return torch.cat(type(module).expand_kv(module, *units.split(widths, dim=-1)), dim=-1).squeeze(0)
 
 
 def is_linear(module: Any, is_needed: bool = False) -> bool:
-    """Return whether the latent's projection is linear, and thus determined by its results for unit vectors.
+    """Return whether the latent's projection is linear, so that its results for unit vectors determine it.
 
-    Raises ConfigError if the projection must be linear and is not.
+    Raises ConfigError if the projection must be linear but is not.
     """
     projection = getattr(module, PROJECTION)
     inner = projection.base_layer if is_plain_lora(projection) else projection

@@ -1,4 +1,6 @@
-"""accelerate's data loaders, distributed to groups instead of ranks, for the Trainer and for loops with an Accelerator.
+"""accelerate's data loaders, changed to serve groups instead of ranks.
+
+The Trainer and custom loops with an Accelerator use these loaders.
 
 Iterable data sets have no sampler to distribute to groups, so each group reads all examples and selects its share.
 """
@@ -21,11 +23,11 @@ from . import compat
 
 
 class Stream(IterableDataset):
-    """A wrapper around an iterable data set, which makes accelerate distribute single examples to groups.
+    """A wrapper around an iterable data set that makes accelerate distribute single examples to groups.
 
     accelerate would distribute a streaming data set of `datasets` file by file. Groups would then take different
-    numbers of steps, and train on different sequences than the plain Trainer. Examples of a wrapped data set are
-    distributed in order, and the last batches are filled up.
+    numbers of steps, and train on different sequences than with the plain Trainer. Examples of a wrapped data set are
+    distributed in order, and the last batches are filled up with repeated examples.
 
     Attributes:
         seen: The number of examples read in the last pass, from which repetitions in the last batch are determined.
@@ -49,7 +51,10 @@ class Stream(IterableDataset):
 
 
 def examples_of(stream: Stream) -> int | None:
-    """Return the number of examples in one pass of the stream, or None if workers read a stream without a length."""
+    """Return the number of examples in one pass over the stream.
+
+    Return None if workers read a stream without a length.
+    """
     return stream.seen or (len(stream) if has_length(stream) else None)
 
 
@@ -61,13 +66,13 @@ def stream_of(dataset: Any) -> Stream | None:
 
 
 def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) -> DataLoader:
-    """Prepare a loader with accelerate so that it serves this rank's group instead of this rank alone.
+    """Prepare a loader with accelerate so that the loader serves this rank's group instead of this rank alone.
 
     `Accelerator.prepare` then leaves the loader unchanged. All ranks of a group get the same batches.
 
     Args:
-        loader: A loader of the whole data set, the same on every rank, or a loader with `sp.sampler`. torchdata's
-            `StatefulDataLoader` keeps its type.
+        loader: A loader over the whole data set, the same on every rank, or a loader that uses `sp.sampler`.
+            torchdata's `StatefulDataLoader` keeps its type.
         sp: The `SequenceParallel` of the model.
         **settings: Further arguments of `accelerate.data_loader.prepare_data_loader`. Batches are moved to `sp.device`
             by default. With `put_on_device=False`, batches are not moved, since whole sequences may stay on the CPU.
@@ -97,7 +102,7 @@ def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) ->
         **{
             "device": sp.device,
             "put_on_device": True,
-            "dispatch_batches": False,  # otherwise the first rank would send each rank a different part of a batch
+            "dispatch_batches": False,  # if true, the first rank would send each rank a different part of a batch
             "rng_types": ["generator"],
             "use_stateful_dataloader": hasattr(loader, "state_dict"),
             **settings,

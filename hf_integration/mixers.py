@@ -1,9 +1,9 @@
-"""Mixers of transformers models: modules with a gated delta rule, Mamba-2, lightning attention or a convolution.
+"""Support for mixers: modules with a gated delta rule, Mamba-2, lightning attention or a convolution.
 
-A mixer calls kernels through global names of its file. In a patched model, the forward of the mixer's class runs with
-substitutes for the named functions. The substitutes pass each call to an `Engine`, which runs the file's original
-functions on parts of the sequence. Installed kernels are therefore still used, projections and norms stay unchanged,
-and no file is modified.
+A mixer calls kernels through global names in its file. In a patched model, the forward of the mixer's class runs with
+substitutes for these functions. The substitutes pass each call to an `Engine`, which runs the file's original functions
+on parts of the sequence. Installed kernels are therefore still used, projections and norms stay unchanged, and no file
+is modified.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from .graph_breaks import between_graphs
 from .module_patch import is_overridden, override
 from .rebinding import globals_read, rebound
 
-PLAIN = "sequence_parallel_without_kernels"  # an attribute of the mixers of a small copy
-ALIGNED = 8  # causal-conv1d requires token and row strides that are multiples of this number of elements
-CHUNK = 8  # tokens that torch's functions compute at a time in a small copy
+PLAIN = "sequence_parallel_without_kernels"  # an attribute of mixers in a small copy
+ALIGNED = 8  # causal-conv1d requires token and row strides to be multiples of this number of elements
+CHUNK = 8  # number of tokens that torch's functions compute at a time in a small copy
 
 
 class Engine(Protocol):
     """The interface for running a mixer's layers over sequences."""
 
     def recurrence(self, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell) -> Any:
-        """Run a layer with a state, as in `ds_seqpar.operators.recurrence.recurrence`."""
+        """Run a layer with a state; see `ds_seqpar.operators.recurrence.recurrence`."""
 
     def conv(self, function: Callable[[Tensor], Tensor], x: Tensor, kernel_size: int) -> Any:
-        """Run a causal convolution, as in `ds_seqpar.operators.recurrence.causal_conv`."""
+        """Run a causal convolution; see `ds_seqpar.operators.recurrence.causal_conv`."""
 
 
-# returns the engine for a call's keywords, or None to leave the call unchanged
+# a function that returns the engine for a call's keywords, or None to leave the call unchanged
 EngineOf = Callable[[dict[str, Any]], Engine | None]
 
 
@@ -58,7 +58,7 @@ def _conv(
     activation: str | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     def function(rows: Tensor) -> Tensor:
-        if any(stride % ALIGNED for stride in rows.stride()[:-1]):  # such as a view of a projection
+        if any(stride % ALIGNED for stride in rows.stride()[:-1]):  # for example in a view of a projection
             rows = rows.clone(memory_format=torch.contiguous_format)
         return original(rows.mT, weight, bias, activation=activation).mT
 
@@ -91,7 +91,7 @@ def _mamba2(
         return _decayed(out, state.mT, readout, dt * rates)
 
     settings = {"return_final_states": True}
-    # not inside the function, because padding needs dt = 0 there
+    # computed outside the function, because padding needs dt = 0 inside it
     dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     cell = Cell(B.shape[-1], x.shape[-1], decays=True)
@@ -99,7 +99,7 @@ def _mamba2(
 
 
 def _decayed(out: Tensor, state: Tensor, readout: Tensor, log_decay: Tensor) -> Rows:
-    """Return the rows of a layer whose state decays.
+    """Return the output rows of a layer whose state decays.
 
     Args:
         readout: (N, L, groups, K).
@@ -113,7 +113,7 @@ def _fused(engine: Engine, original: Callable, *args: Any, **kwargs: Any) -> Non
     """Return None, so that a Mamba-2 mixer falls back to its unfused steps."""
 
 
-# kernel functions of transformers' files, with the adapter that runs each on parts of a sequence
+# kernel functions in transformers' files, with the adapter that runs each function on parts of a sequence
 SEAMS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _conv,
     "torch_chunk_gated_delta_rule": _delta_rule,
@@ -121,20 +121,20 @@ SEAMS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _mamba2,
     "mamba2_split_conv1d_scan_combined": _fused,
 }
-# functions of Mamba-1, whose layers have a separate state for each channel
+# functions of Mamba-1, in which each channel has a separate state
 UNKNOWN = {"mamba_selective_scan", "mamba_inner_fn"}
 # buffers of lightning attention modules, which compute attention inline instead of calling a function
 LIGHTNING = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether a module has a layer that an `Engine` can run, and uses the forward of its class."""
+    """Return whether a module uses the forward of its class and has a layer that an `Engine` can run."""
     is_own = "forward" not in vars(module) or hasattr(module, PLAIN) or is_overridden(module, "forward")
     return is_own and (bool(_seams(module)) or _is_lightning(module))
 
 
 def use_torch(model: nn.Module) -> None:
-    """Make a small copy compute without installed kernels, which require specific devices and dtypes."""
+    """Make a small copy run without installed kernels, which require specific devices and dtypes."""
     for module in model.modules():
         if is_mixer(module):
             setattr(module, PLAIN, True)
@@ -142,9 +142,7 @@ def use_torch(model: nn.Module) -> None:
 
 
 def _in_torch(function: Callable) -> Callable:
-    """Return the torch implementation behind a transformers function that may dispatch to a kernel, with short
-    chunks.
-    """
+    """Return the torch implementation, with short chunks, of a transformers function that may dispatch to a kernel."""
     function = inspect.unwrap(function)
     chunk = inspect.signature(function).parameters.get("chunk_size")
     has_default = chunk is not None and chunk.default is not chunk.empty
@@ -152,7 +150,7 @@ def _in_torch(function: Callable) -> Callable:
 
 
 def with_engine(module: nn.Module, engine_of: EngineOf) -> Callable[..., Any]:
-    """Return a mixer's forward, as a method, with its layers delegated to an `Engine`."""
+    """Return a method that runs a mixer's forward and delegates the mixer's layers to an `Engine`."""
     forward = type(module).forward
     if _is_lightning(module):
         return types.MethodType(functools.partial(_lightning, inspect.unwrap(forward), engine_of), module)
@@ -181,8 +179,9 @@ def _called(run: Callable, original: Callable, engine_of: EngineOf, *args: Any, 
 def _lightning(
     forward: Callable, engine_of: EngineOf, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a lightning attention module. The module's own forward computes the product on a stand-in object without
-    projections and norms.
+    """Run a lightning attention module.
+
+    The module's own forward computes the attention product on a stand-in object without projections and norms.
     """
     engine = engine_of(kwargs)
     if engine is None:
@@ -217,7 +216,7 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Shared:
-    """An engine that runs layers over a sequence shared by ranks."""
+    """An engine that runs layers over sequences that ranks share."""
 
     runtime: Runtime
     layout: BatchLayout | None
@@ -242,7 +241,7 @@ class _Shared:
 
 
 def check(modules: Iterable[nn.Module]) -> None:
-    """Raise ConfigError if a mixer found in the small copy is not a mixer in the model itself."""
+    """Raise ConfigError if a mixer in the small copy is not a mixer in the model itself."""
     for module in modules:
         if not is_mixer(module):
             raise ConfigError(

@@ -1,6 +1,7 @@
-"""Record and undo the changes that a patch makes to a module. One attribute of the module stores all changes.
+"""Record and undo the changes that a patch makes to a module.
 
-A copy of the module has its own copy of the attribute, so a copied model is patched and restored independently.
+One attribute of the module stores all changes. Copies of the module have their own copies of the attribute, so a copied
+model is patched and restored independently.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ class ModulePatch:
     sp: Any = None  # for attention modules: the SequenceParallel
     mask: Any = None  # for attention modules: the Mask
     chunk: int | None = None  # the chunk length of chunked attention
-    # for a module with an index: all index modules of the model, which run on all local tokens at once if possible
+    # for a module with an index: all of the model's modules with an index, which run on all local tokens at once if
+    # possible
     selecting: list[nn.Module] = dataclasses.field(default_factory=list)
-    head_chunks: int = 1  # for a copy with one head chunk: the number of head chunks
-    model: Any = None  # for a base model: the Patch of its model
+    head_chunks: int = 1  # for a copy with only one head chunk: the number of head chunks
+    model: Any = None  # for a base model: its model's Patch
     base: str | None = None  # for a model: the name of the module that heads call, if not the base model
-    # (new value, {} or {name: old value}) for each attribute name
+    # by attribute name: (new value, {} or {name: old value})
     replaced: dict[str, tuple[Any, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     hooks: list[RemovableHandle] = dataclasses.field(default_factory=list)
 
@@ -42,7 +44,7 @@ def patch_on(module: nn.Module) -> ModulePatch | None:
 
 
 def patched(module: nn.Module) -> ModulePatch:
-    """Return the changes that a patch has made to a module, creating an empty record if necessary."""
+    """Return a module's record of changes, after creating an empty record if necessary."""
     return vars(module).setdefault(ATTRIBUTE, ModulePatch())
 
 
@@ -75,7 +77,7 @@ def override_forward(module: nn.Module, function: Callable[..., Any]) -> None:
 
 
 def is_overridden(module: nn.Module, name: str) -> bool:
-    """Return whether an attribute of a module still has the value that `override` set."""
+    """Return whether a module's attribute still has the value set by `override`."""
     own = patch_on(module)
     return own is not None and name in own.replaced and vars(module).get(name) is own.replaced[name][0]
 

@@ -1,6 +1,7 @@
-"""Noise in training: each rank draws its own random numbers for its tokens.
+"""Random noise in training.
 
-For whole tensors, all ranks of a sequence draw the same random numbers.
+Each rank draws its own random numbers for its tokens. For whole tensors, all ranks that share a sequence draw the same
+random numbers.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class OwnNoise:
         for (
             module,
             alpha,
-        ) in self.neftune.items():  # NEFTune's hook divides alpha by the square root of the local token count
+        ) in self.neftune.items():  # NEFTune's hook divides alpha by the square root of the number of local tokens
             setattr(module, NEFTUNE, alpha * (tokens / length) ** 0.5)
 
     def end(self) -> list[Tensor] | None:
-        """Switch back to the shared random stream and return the stream's state, or None on a single rank."""
+        """Switch back to the shared random stream and return its state, or None on a single rank."""
         for module, alpha in self.neftune.items():
             setattr(module, NEFTUNE, alpha)
         return None if self.stream is None else self.stream.end()
@@ -56,7 +57,7 @@ def own_stream(sp: SequenceParallel) -> OwnStream:
 
 
 def drawn_since(sp: SequenceParallel, states: list[Tensor]) -> dict[str, str]:
-    """Return a hash of `states` for comparison between ranks if random numbers were drawn since, otherwise {}."""
+    """Return a hash of `states` for comparison between ranks, or {} if no random numbers were drawn since then."""
     drawn = not all(map(torch.equal, states, torch_states(sp.device)))
     return {RANDOM: str(seed_of(states))} if drawn else {}
 
@@ -67,7 +68,7 @@ def noise_of(owner: object) -> dict[str, float]:
 
 
 def noise_numbers(model: nn.Module) -> Counter[str]:
-    """Count the nonzero noise settings of a model's configs and modules, by "NAME VALUE"."""
+    """Count the nonzero noise settings in a model's configs and modules, by "NAME VALUE"."""
     numbers: list[tuple[str, float]] = []
     for owner in (*configs_of(model), *model.modules()):
         numbers += noise_of(owner).items()

@@ -1,4 +1,4 @@
-"""Copies of other packages' functions with different globals, so that the packages' modules stay unchanged."""
+"""Copy other packages' functions with different globals, so that the packages' modules stay unchanged."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def rebound(function: Any, names: dict[str, Any], breaks: str) -> Any:
     Args:
         function: A function of another package.
         names: The replacement globals by name.
-        breaks: The feature that needs the replacement, for the error message.
+        breaks: The feature that needs the replacement, as named in the error message.
 
     Raises:
-        ConfigError: The function does not read one of the names, perhaps in another release of the package, so
-            replacing the name would have no effect. The error is also raised if a decorator does not call the function
-            through a closure.
+        ConfigError: The function does not read one of the names (perhaps in another release of the package), or a
+            decorator does not call the function through a closure. In both cases, replacing the globals would have no
+            effect.
     """
     inside, scope, closure = getattr(function, "__wrapped__", None), function.__globals__, function.__closure__
     place = f"{function.__module__}:{function.__qualname__}"
@@ -44,9 +44,10 @@ def rebound(function: Any, names: dict[str, Any], breaks: str) -> Any:
 
 
 def globals_read(function: Any) -> frozenset[str]:
-    """Return the names that a function and its inner functions read as globals; empty for any other object.
+    """Return the names that a function and its inner functions read as globals.
 
-    Attributes of objects, such as `accelerator.gather`, are not included.
+    The result is empty for objects that are not functions, and does not include attributes such as
+    `accelerator.gather`.
     """
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return frozenset() if code is None else _globals_of(code)

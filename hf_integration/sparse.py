@@ -1,10 +1,10 @@
-"""Run modules with latents and an index once on all of a rank's tokens, attending to the keys that the index selects.
+"""Run modules with latents and an index once on all of a rank's tokens, attending only to the selected keys.
 
 The module's own code runs unchanged. A `Selection` serves as both the cache and the mask of the module, and gathers the
 latents and index keys. The index normally multiplies keys by queries and weights to compute scores. With a `Selection`,
 the index instead multiplies a `_Scores` object, which records the factors and computes scores in blocks when the index
-requests the top k. The module finally calls our attention function with the selected indices, as it would call a
-kernel. In a decode step the same objects work on this rank's part of the cache.
+requests the top k. Finally, the module calls our attention function with the selected indices, as it would call a
+kernel. In a decode step, the same objects work on this rank's part of the cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .compat import ATTENTION
 from .latent import EXPAND, PROJECTION, is_linear, matrix_of
 
 NAME = "ds_seqpar_sparse"  # the name of our attention function in transformers
-LATENT, INDEX = "latent", "index"  # the kinds of tensors that a selection gathers or stores
+LATENT, INDEX = "latent", "index"  # kinds of tensors that a selection gathers or stores
 Keep = Callable[[str, Tensor], Tensor]
 
 
@@ -37,10 +37,10 @@ class Selection:
 
     Args:
         pieces: The pieces of tokens that the module runs on.
-        gather: Collects tensors of all tokens from this rank's tensors (B, local tokens, ...).
+        gather: A function that gathers tensors of all tokens from this rank's tensors (B, local tokens, ...).
         tokens: The number of this rank's tokens, or 0 if the module runs on one dummy token.
-        keep: Stores this rank's tensor, given LATENT or INDEX, and returns the tensor of all tokens. None to use
-            `gather` and store nothing.
+        keep: A function that stores this rank's tensor, given LATENT or INDEX, and returns the tensor of all tokens.
+            None to use `gather` and store nothing.
     """
 
     dtype = torch.bool  # the dtype of a mask
@@ -69,7 +69,7 @@ class Selection:
         return _Scores(self, self.keep(INDEX, keys[:, : self.tokens]))
 
     def seen(self, keys: Tensor) -> int:
-        """Return the number of tokens that the keys belong to."""
+        """Return the number of tokens that the keys cover."""
         return keys.shape[1]
 
     def pick(self, q: Tensor, weights: Tensor, keys: Tensor, count: int, scale: float) -> Tensor:
@@ -81,13 +81,14 @@ class Selection:
 
 
 class StepSelection(Selection):
-    """A `Selection` for a decode step, in which a rank has each row's new token and a part of the cache.
+    """A `Selection` for a decode step, in which each rank has each row's new token and a part of the cache.
 
     Args:
-        runtime: This rank's runtime among all ranks that share the sequence (`Runtime.one_ring`).
-        counts: How many tokens of each row the rank stores, or one number for all rows.
+        runtime: This rank's runtime among all ranks that share the sequence (see `Runtime.one_ring`).
+        counts: The number of tokens that the rank stores for each row, or one number for all rows.
         position: The position of the new token of the longest row.
-        keep: Stores the new tokens' tensor, given LATENT or INDEX, and returns this rank's stored tensor.
+        keep: A function that stores the new tokens' tensor, given LATENT or INDEX, and returns this rank's stored
+            tensor.
     """
 
     def __init__(self, runtime: Runtime, counts: Sequence[int], position: int, keep: Keep) -> None:
@@ -136,14 +137,15 @@ class _Scores:
 
 
 def selects(module: Any) -> bool:
-    """Return whether an attention module has latents and an index, or reuses the selection of an earlier layer."""
+    """Return whether an attention module has latents and an index, or reuses an earlier layer's selection."""
     has_index = getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False)
     return has_index and hasattr(type(module), EXPAND) and hasattr(module, PROJECTION)
 
 
 def can_run(modules: Sequence[nn.Module]) -> bool:
-    """Return whether all modules support a `Selection`. Modules reuse one another's selections, so either all or none
-    use a `Selection`.
+    """Return whether all modules support a `Selection`.
+
+    Modules reuse one another's selections, so either all modules or none use a `Selection`.
     """
     return bool(modules) and all(is_linear(module) for module in modules)
 
@@ -175,7 +177,7 @@ def _latent(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
 
 
 def _rejoined(a: Tensor, b: Tensor) -> Tensor:
-    """Return two tensors joined along their last dim. Adjacent views of one tensor are joined without a copy."""
+    """Return two tensors joined along their last dim. Adjacent views of the same tensor are joined without a copy."""
     end, storages = a.storage_offset() + a.shape[-1], {x.untyped_storage().data_ptr() for x in (a, b)}
     if a.requires_grad or a.stride() != b.stride() or b.storage_offset() != end or len(storages) > 1:
         return torch.cat([a, b], -1)

@@ -48,11 +48,18 @@ def attention(
     return torch.einsum("bhqk,bkhd->bqhd", weights, values)
 
 
-def lse(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+def lse(
+    q: Tensor, k: Tensor, mask: Mask, scale: float | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """For each row the log-sum-exp of the scores that it sees, (B, S, Hq); -inf if it sees none."""
     scores = torch.einsum("bqhd,bkhd->bqhk", q, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
+    scores = scores * (q.shape[3] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     hidden = ~seen(mask, range(q.shape[1]), range(k.shape[1]))[:, None]
-    return (scores * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf")).logsumexp(-1)
+    found = scores.masked_fill(hidden, float("-inf")).logsumexp(-1)
+    return found if sinks is None else torch.logaddexp(found, sinks)
 
 
 def seen(mask: Mask, queries, keys) -> Tensor:

@@ -9,9 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ds_seqpar.base.errors import SeqParError
 from tests.launch import free_port, on_ranks
 
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "finetune_trainer.py"
 # a folder on the path of launched processes: it hides GPUs from them
 HIDDEN = str(Path(__file__).with_name("hidden"))
 # launcher -> its module, and its options up to the number of ranks
@@ -78,3 +82,21 @@ def as_process(folder, script, arguments, environment):
             failed = True
             print(f"rank {os.environ['RANK']}: {error}", file=err)
     return failed, out.getvalue(), err.getvalue()
+
+
+def set_by_accelerate(ranks, *options):
+    """What `accelerate launch` sets for the processes it starts: it is stopped before it starts any."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    words, found, before = [*options, "--num_processes", str(ranks), "script.py"], {}, dict(os.environ)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.run.run", lambda args: found.update(os.environ))
+        launch_command(launch_command_parser().parse_args(words))
+    return {name: value for name, value in found.items() if before.get(name) != value}
+
+
+def save_texts(folder):
+    """A few short ones: all of Python's own take seconds to be listed and read, on every rank."""
+    folder.mkdir()
+    for number in range(15):
+        (folder / f"{number}.txt").write_text(f"document {number} says so. " * (4 + number % 7))

@@ -1,7 +1,7 @@
-"""Time a step with large pictures that ranks divide, compared with a step in which each rank encodes all pictures.
+"""Time a step with large images that ranks divide, compared with a step in which each rank encodes all images.
 
     python -m benchmarks.media.towers
-    python -m benchmarks.media.towers --ranks 2 --pictures 4 --side 48
+    python -m benchmarks.media.towers --ranks 2 --images 4 --side 48
 
 A step is forward and backward of a patched Qwen2.5-VL with few layers, in which the vision tower does most of the work.
 Steps take turns. All ranks begin together, and the slowest rank's time counts. A ratio is the median over turns, and
@@ -35,19 +35,19 @@ TEXT = {
 
 
 def main() -> None:
-    args = tables.parser(__doc__, ranks=4, pictures=8, side=32, rounds=5).parse_args()
-    seconds = on_ranks(args.ranks, steps, args.pictures, args.side, args.rounds, timeout=3600)[0]
+    args = tables.parser(__doc__, ranks=4, images=8, side=32, rounds=5).parse_args()
+    seconds = on_ranks(args.ranks, steps, args.images, args.side, args.rounds, timeout=3600)[0]
     tables.head("each rank makes the features", "s", "spread", "of all / these", "spread")
     for name, each in seconds.items():
-        ratios = [a / b for a, b in zip(seconds["of all pictures"], each, strict=True)]
+        ratios = [a / b for a, b in zip(seconds["of all images"], each, strict=True)]
         tables.row(name, *tables.middle(each, 1, ".2f"), *tables.middle(ratios, 1, ".2f"))
 
 
-def steps(pictures: int, side: int, rounds: int) -> dict[str, list[float]]:
+def steps(images: int, side: int, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each kind of step."""
     torch.manual_seed(0)
     plain = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=TEXT, vision_config=TOWER, **IDS))
-    inputs = batch(pictures, side)
+    inputs = batch(images, side)
 
     def step(model: Qwen2_5_VLForConditionalGeneration) -> None:
         model(**inputs).loss.backward()
@@ -55,24 +55,24 @@ def steps(pictures: int, side: int, rounds: int) -> dict[str, list[float]]:
 
     settings = {"size": dist.get_world_size(), "prove": "never"}
     rows = {}
-    for name, divides in {"of all pictures": False, "of its own pictures": True}.items():
+    for name, divides in {"of all images": False, "of its own images": True}.items():
         model = copy.deepcopy(plain)
         share_sequences(model, divide_media=divides, **settings)
         rows[name] = functools.partial(step, model)
     return in_turns(rows, rounds, together())
 
 
-def batch(pictures: int, side: int) -> Mapping[str, Tensor]:
-    """Return the inputs for one row with pictures of side x side patches."""
+def batch(images: int, side: int) -> Mapping[str, Tensor]:
+    """Return the inputs for one row with images of side x side patches."""
     places = (side // MERGE) ** 2
     one = torch.tensor([5, 6, 7, IDS["vision_start_token_id"], *[TOKEN] * places, IDS["vision_end_token_id"]])
-    ids = one.repeat(pictures)[None]
+    ids = one.repeat(images)[None]
     return {
         "input_ids": ids,
         "labels": ids,
         "mm_token_type_ids": (ids == TOKEN).long(),
-        "pixel_values": torch.randn(pictures * side**2, PATCH),
-        "image_grid_thw": torch.tensor([[1, side, side]] * pictures),
+        "pixel_values": torch.randn(images * side**2, PATCH),
+        "image_grid_thw": torch.tensor([[1, side, side]] * images),
     }
 
 

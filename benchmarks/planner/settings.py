@@ -28,46 +28,52 @@ NODES = {"8B (Llama-3)": 1, "32B (Qwen2.5)": 4, "70B (Llama-3)": 8}
 SHAPES = {"8B (Llama-3)": (4096, 14336, 32, 32, 128256), "32B (Qwen2.5)": (5120, 27648, 64, 40, 152064),
           "70B (Llama-3)": (8192, 28672, 80, 64, 128256)}  # fmt: skip
 MACHINES = ("a100-ib", "h100-ib", "h200-ib")
-LENGTHS = (32_768, 131_072, 524_288)
-HEAD = ["model, GPUs", "tokens", "machine", '`"sequence_parallel"`', "s a sequence", "GiB a GPU"]
+LENGTHS = (32_768, 131_072, 524_288, 1_048_576)
+HEAD = ["model, GPUs", "tokens", "machine", '`"sequence_parallel"`', "s a sequence", "GiB a GPU", "GiB a host"]
+
+
+def config_of(name: str) -> LlamaConfig:
+    hidden, intermediate, layers, heads, vocab = SHAPES[name]
+    return LlamaConfig(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=8, vocab_size=vocab,
+    )  # fmt: skip
 
 
 @functools.cache
 def model_of(name: str) -> Model:
-    hidden, intermediate, layers, heads, vocab = SHAPES[name]
-    return config_sizes(LlamaConfig(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=8, vocab_size=vocab,
-    ))  # fmt: skip
+    return config_sizes(config_of(name))
 
 
-def best(name: str, place: str, seq: int) -> tuple[str, str, str]:
-    """Return (section, seconds per sequence, GiB per GPU) of the fastest estimated configuration."""
+def best(name: str, place: str, seq: int) -> tuple[str, str, str, str]:
+    """Return the section of the plan with the lowest estimate, its seconds per sequence, GiB per GPU and per host."""
     machine = Machine.load(place)
     job = Job(model=model_of(name), seq=seq, zero=Zero(stage=3), checkpointing=True)
     request = Request(job=job, machine=machine, world=NODES[name] * machine.per_node)
     try:
         choice = plan(request)
     except ConfigError:
-        return "does not fit", "", ""
+        return "does not fit", "", "", ""
     # omit defaults: a ring and, on one rank, no Ulysses
     found, given = choice.best, choice.best.config.section()
     unsaid = {"schedule": "ring"} | ({"ulysses": 1} if given["size"] == 1 else {})
     section = {key: value for key, value in given.items() if unsaid.get(key) != value}
-    return f"`{json.dumps(section)}`", f"{found.seconds:.2f}", f"{found.memory.peak.total / 2**30:.0f}"
+    memory, host = found.memory, found.memory.host.total * machine.per_node
+    sizes = [f"{size / 2**30:,.0f}" for size in (memory.peak.total, host)]
+    return f"`{json.dumps(section)}`", f"{found.seconds:.2f}", *sizes
 
 
 def rows(name: str, seq: int) -> list[list[str]]:
     """Return a row for each distinct section; machines with the same section share a row."""
-    found: dict[str, list[tuple[str, str, str]]] = {}
+    found: dict[str, list[tuple[str, ...]]] = {}
     for place in MACHINES:
-        section, seconds, size = best(name, place, seq)
-        found.setdefault(section, []).append((f"`{place}`", seconds, size))
+        section, *figures = best(name, place, seq)
+        found.setdefault(section, []).append((f"`{place}`", *figures))
     said = f"{name}, {NODES[name] * Machine.load(MACHINES[0]).per_node}", f"{seq:,}"
     return [
-        [*said, coordinates, section, seconds, size]
+        [*said, places, section, *figures]
         for section, its in found.items()
-        for coordinates, seconds, size in [[", ".join(dict.fromkeys(column)) for column in zip(*its, strict=True)]]
+        for places, *figures in [[", ".join(dict.fromkeys(column)) for column in zip(*its, strict=True)]]
     ]
 
 

@@ -1,1 +1,1 @@
-"""Checks, pictures and listings of plans and programs, which the engine itself does not import."""
+"""Checks, drawings and listings of plans and programs. The engine itself does not import this package."""

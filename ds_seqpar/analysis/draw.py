@@ -1,4 +1,4 @@
-"""Draw a timeline: a row per rank, with its work and the data that it receives."""
+"""Draw a timeline with one row per rank, showing the rank's work and the data that the rank receives."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8", "merge": "#3f7d58", "copy": "#8cbf9f",
           "post": "#8e5a97", "exchange": "#c8562e"}  # fmt: skip
-# kind of event -> text in the legend; other kinds are not drawn
+# legend text by kind of event; other kinds are not drawn
 NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "merge": "merging", "copy": "copying",
          "post": "posting", "exchange": "Ulysses' exchange arriving"}  # fmt: skip
-WHOLE = ("#c8c8c8", "#a0a0a0")  # alternating colors of documents that are whole on a rank
+WHOLE = ("#c8c8c8", "#a0a0a0")  # alternating colors for documents that are whole on a rank
 ARRIVING = tuple(kind for kind in NAMES if TRACKS[kind] == "receive")  # drawn in a row's lower lane
 
 
 def draw(
     plan: Plan, timeline: Timeline, costs: Costs, slower: float, file: str | Path, head_split: HeadSplit = UNSPLIT
 ) -> None:
-    """Write the simulated timeline of a plan as an image, in PNG or the format of the file's extension.
+    """Write a plan's simulated timeline as an image, in PNG or in the format given by the file's extension.
 
-    Each row is a CP rank; all Ulysses ranks of a CP rank behave identically. The upper lane of a row shows products and
-    waits, and the lower lane shows arriving transfers and exchanges of heads. The unit of time is one product of two
+    Each row is a CP rank. All Ulysses ranks of a CP rank behave identically. A row's upper lane shows products and
+    waits, and its lower lane shows incoming transfers and exchanges of heads. The unit of time is one product of two
     blocks.
 
     Args:
-        slower: Duration of the timeline, divided by the maximum of its product time and its transfer time.
+        slower: The timeline's duration, divided by its product time or its transfer time, whichever is longer.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
@@ -47,7 +47,8 @@ def draw(
     groups = [range(rank * ulysses_size, (rank + 1) * ulysses_size) for rank in range(plan.size)]
     height = 1.2 + 0.62 * plan.size
     figure = new_figure(13, height)
-    from matplotlib.patches import Patch  # after `new_figure`, which raises if matplotlib is not installed
+    # imported after `new_figure`, which raises an error if matplotlib is not installed
+    from matplotlib.patches import Patch
 
     axes = figure.add_subplot()
     _draw_events(axes, timeline, range(plan.size), costs.product)
@@ -63,10 +64,10 @@ def draw(
 
 
 def draw_packs(packs: Sequence[Sequence[Pack]], file: str | Path) -> None:
-    """Draw the packs of each group.
+    """Draw each group's packs.
 
-    Each row is a CP rank with its tokens from left to right, micro-batch after micro-batch. Documents on a single rank
-    are gray; every other document has a color.
+    Each row shows a CP rank's tokens from left to right, one micro-batch after another. Documents on a single rank are
+    gray, and every other document has a color.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
@@ -104,7 +105,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("pictures need matplotlib; it is not installed, pip install 'ds_seqpar[plot]'") from None
+        raise ConfigError("figures need matplotlib; it is not installed, pip install 'ds_seqpar[plot]'") from None
     return Figure(figsize=(width, height))
 
 
@@ -112,16 +113,16 @@ def save(figure: Figure, file: str | Path) -> None:
     """Write a figure. Raise ConfigError if the file cannot be written."""
     try:
         figure.savefig(file, dpi=110, bbox_inches="tight")
-    # a missing folder, or an extension that is unknown or needs LaTeX
+    # the folder is missing, or the extension is unknown or requires LaTeX
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"a picture needs a file that can be written; got {file}: {error}") from None
+        raise ConfigError(f"a figure needs a file that can be written; got {file}: {error}") from None
 
 
 def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: float) -> None:
-    """Draw the events of some ranks, one row each.
+    """Draw the events of some ranks, with one row per rank.
 
-    `second` is the number of seconds in one unit of time. All bars are drawn as one collection, since drawing a single
-    bar takes milliseconds.
+    `second` is the number of seconds in one unit of time. All bars are drawn as one collection, since drawing each bar
+    separately takes milliseconds.
     """
     from matplotlib.collections import PolyCollection
 
@@ -139,7 +140,7 @@ def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: f
         left, right = event.start / second, event.end / second
         low, high = lane - height / 2, lane + height / 2
         corners.append([(left, low), (right, low), (right, high), (left, high)])
-        too_thin.append((right - left) / max(width, 1e-9) < 0.002)  # an edge would cover it
+        too_thin.append((right - left) / max(width, 1e-9) < 0.002)  # an edge would hide the bar
         _label(axes, event, left, right, lane, height, width)
     colors = [COLORS[event.kind] for event, _, _ in bars]
     widths = [0 if thin else 0.6 for thin in too_thin]

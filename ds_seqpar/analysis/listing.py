@@ -1,4 +1,4 @@
-"""Bound programs as text: a line per instruction, followed by a line per slot with its size in bytes."""
+"""Format bound programs as text, with one line per instruction followed by one line per slot with its size in bytes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from . import memory
 
 
 def listing(bound: BoundProgram) -> str:
-    """Return one rank's bound program as text: the instructions in order, the slots, and the peak memory in bytes.
+    """Return one rank's bound program as text, with the instructions in order, the slots, and the peak memory in bytes.
 
-    `[3]` is slot 3, and `local` denotes the caller's tensors. `#2` is a ticket: an operation started with this ticket
+    `[3]` is slot 3, and `local` denotes the caller's tensors. `#2` is a ticket. An operation started with ticket `#2`
     runs until `wait #2`. The last column lists the slots that are free after the instruction.
     """
     program = bound.program

@@ -1,7 +1,7 @@
-"""Memory of an attention call in addition to its input tensors: slots, accumulators and kernel results.
+"""Compute the memory that an attention call needs for slots, accumulators and kernel results, besides its inputs.
 
-A tracker steps through the program without tensors, and counts bytes as if the executor allocated and freed them.
-Temporary allocations of a kernel are included if their formula is known (`workspace`).
+A tracker steps through the program without tensors, and counts the bytes that the executor would allocate and free. A
+kernel's temporary allocations are included if their formula is known (see `workspace`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ INF = float("inf")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Bytes in addition to a rank's local q, k, v and the gradient of out."""
+    """Numbers of bytes needed in addition to a rank's local q, k, v and the gradient of out."""
 
-    forward: int  # peak of forward, including out
+    forward: int  # peak in forward, including out
     saved: int  # saved by forward for backward, including out
-    backward: int  # peak of backward, including saved tensors and dq, dk, dv
+    backward: int  # peak in backward, including saved tensors and dq, dk, dv
     inputs: bool  # whether backward also needs the rank's own q, k and v
 
 
 def figures(forward: BoundProgram, backward: BoundProgram, choice: SavedForBackward) -> Figures:
-    """Return the figures of a call, from its forward and backward programs. `choice` determines which tensors forward
-    saves for backward.
+    """Return the figures of a call, computed from its forward and backward programs.
+
+    `choice` determines which tensors forward saves for backward.
     """
     tracker = _Tracker(forward, choice)
     peak_forward, saved = tracker.run(), tracker.saved_with_results()
@@ -59,7 +60,7 @@ class _Result:
     all_rows: bool = False  # whether all rows are present
     in_accum_dtype: bool = False
     in_slot: bool = False  # whether the result is in the slot to send from
-    end: float = 0  # rows from here on are empty
+    end: float = 0  # rows from this index on are empty
 
     @property
     def settled(self) -> bool:
@@ -67,7 +68,7 @@ class _Result:
 
 
 class _Tracker:
-    """Counts the bytes of all tensors while a program runs."""
+    """Tracks the bytes of all live tensors while a program runs."""
 
     def __init__(self, bound: BoundProgram, choice: SavedForBackward = SavedForBackward.NOTHING) -> None:
         self.bound, self.choice, self.shape, self.program = bound, choice, bound.shape, bound.program
@@ -78,11 +79,11 @@ class _Tracker:
             if isinstance(instruction, op.Enter)
         }
         self.delta = any("delta" in exchange.fields for arrived in self.enters.values() for exchange, _ in arrived)
-        self.slots: dict[int, int] = {}  # allocated slot -> bytes
-        self.outs: dict[int, int] = {}  # slot of queries -> bytes of the recomputed out
+        self.slots: dict[int, int] = {}  # bytes by allocated slot
+        self.outs: dict[int, int] = {}  # bytes of the recomputed out, by slot of queries
         self.results: dict[Unit, _Result] = {}
-        self.head_chunk_results: dict[str, int] = {}  # field -> bytes, for the last completed head chunk
-        self.local_results: dict[str, int] = {}  # field -> bytes, for results of local tokens
+        self.head_chunk_results: dict[str, int] = {}  # bytes by field, for the last completed head chunk
+        self.local_results: dict[str, int] = {}  # bytes by field, for results of local tokens
         self.saved = self.peak = 0  # bytes saved by forward; current peak
         self.computed = 0  # temporary bytes of an operator during a product
         packed = (instruction.exchange for instruction in bound.program.code if isinstance(instruction, op.PackHeads))
@@ -97,11 +98,11 @@ class _Tracker:
         return self.peak
 
     def saved_with_results(self) -> int:
-        """Return the bytes in use after forward: tensors saved for backward, and results."""
+        """Return the bytes used after forward by results and by tensors saved for backward."""
         return self.saved + sum(self.local_results.values())
 
     def note(self, extra: int = 0) -> None:
-        """Update the peak with the current bytes. `extra` bytes are needed only temporarily."""
+        """Update the peak with the current bytes plus `extra` bytes that are needed only temporarily."""
         loose = sum(result.loose for result in self.results.values())
         held = sum(
             sum(bytes_of.values()) for bytes_of in (self.slots, self.outs, self.head_chunk_results, self.local_results)
@@ -122,7 +123,7 @@ class _Tracker:
         self.make(*(transfer.slot for transfer in instruction.receives))
 
     def wait(self, instruction: op.Wait) -> None:
-        """Leave memory unchanged."""
+        """Leave the byte count unchanged."""
 
     def gather_start(self, instruction: op.GatherStart | op.ExchangeStart) -> None:
         self.make(instruction.received)
@@ -146,7 +147,10 @@ class _Tracker:
         )
 
     def settle(self, result: _Result, slot: int, in_slot: bool = False, extra: int = 0) -> None:
-        """Convert a result to accum_dtype with all rows, in its slot. `in_slot` forces the result into the slot."""
+        """Expand a result to all rows in accum_dtype, and move the result to its slot.
+
+        With `in_slot`, the result is moved even if it already has all rows in accum_dtype.
+        """
         if result.settled and (result.in_slot or not in_slot):
             return
         self.make(slot, extra=extra)
@@ -155,9 +159,10 @@ class _Tracker:
     def merging(self, tokens: int, narrow: bool) -> int:
         """Return the temporary bytes needed to merge one result into another.
 
-        Sums need no temporary memory. On CPUs, a softmax needs some bytes per row and, piece by piece, a copy of a
-        narrow result in accum_dtype. On GPUs, Triton's kernel needs no memory; without Triton, torch's operations need
-        four numbers per row, for at most `accumulate.AT_ONCE` elements at a time: 8 MiB in fp32 with a head_dim of 128.
+        Sums need no temporary memory. On CPUs, a softmax needs some bytes per row, and copies a result with a narrower
+        dtype to accum_dtype piece by piece. On GPUs, Triton's kernel needs no memory. Without Triton, torch's
+        operations need four numbers per row, for at most `accumulate.AT_ONCE` elements at a time, which is 8 MiB in
+        fp32 with a head_dim of 128.
         """
         if not self.forward:
             return 0
@@ -186,13 +191,13 @@ class _Tracker:
         self.computed = 0
 
     def rows(self, kind: str, tokens: int) -> int:
-        """Return the bytes of a result with the given number of tokens, in the dtype of the inputs."""
+        """Return the size in bytes of a result with the given number of tokens, in the dtype of the inputs."""
         fields = self.shape.fields(self.program.direction, kind, self.shape.dtype)
         counted = [f for f in fields if kind != "q" or f.name == "q"]
         return self.shape.batch * tokens * token_bytes(counted)
 
     def launch(self, instruction: op.Product, launch: Tile) -> None:
-        """Count the results of a launch and the copies of its operands, then add each result to its accumulator."""
+        """Count a launch's results and the copies of its operands, then add each result to its accumulator."""
         rows, columns = launch.sides
         sides = [columns if unit[0] == "dkv" else rows for unit, _ in instruction.results]
         for (unit, slot), side in zip(instruction.results, sides, strict=True):
@@ -217,9 +222,9 @@ class _Tracker:
         )
 
     def add(self, unit: Unit, slot: int, rows: Rows, new: int) -> bool:
-        """Track `Accumulator.add`. Return whether the new tensors become the accumulator without a copy.
+        """Track `Accumulator.add`, and return whether the new tensors become the accumulator without a copy.
 
-        `new` is the number of bytes of all results of the launch.
+        `new` is the total size in bytes of the launch's results.
         """
         result, tokens = self.results.setdefault(unit, _Result()), self.bound.tokens(*unit)
         all_rows, narrow = rows.all_of(tokens), self.shape.dtype != self.shape.accum_dtype
@@ -234,17 +239,19 @@ class _Tracker:
             size = self.rows(unit[0], tokens)
             self.note(new + size)
             result.loose, result.all_rows, result.in_accum_dtype = size, True, not narrow
-        if not adopted and rows.groups > 1 and rows.step < rows.size:  # groups overlap, so shared rows are summed
+        # groups overlap, so rows that they share are summed
+        if not adopted and rows.groups > 1 and rows.step < rows.size:
             self.settle(result, slot, extra=new)
             self.note(new + self.merging(rows.groups * rows.step, narrow))
         result.end = max(result.end, rows.end)
         return adopted
 
     def copied(self, instruction: op.Product, launch: Tile, sizes: list[int]) -> int:
-        """Return the bytes of copies that a launch needs.
+        """Return the size in bytes of the copies that a launch needs.
 
         Operands are copied to reverse their order, or to make the groups of several sequences contiguous. Results are
-        copied to restore the order. The mask of a banded block is included. `sizes` lists the bytes of each result.
+        copied to restore the order. The mask of a banded block is included. `sizes` lists the size of each result in
+        bytes.
         """
         turned = launch.kind == "upper"
         sides = (
@@ -255,7 +262,7 @@ class _Tracker:
         for first, last, step, kind, key in sides:
             apart = self.shape.batch > 1 and launch.groups > 1 and launch.groups * step != self.bound.tokens(kind, key)
             if turned or apart:
-                tensors = 1 if self.forward or kind == "kv" else 3  # includes the output and its gradient
+                tensors = 1 if self.forward or kind == "kv" else 3  # operands include the output and its gradient
                 copies += tensors * self.rows(kind, launch.groups * (last - first))
         masked = launch.kind == "band" and self.bound.support.rows
         pairs = (launch.q1 - launch.q0) * (launch.k1 - launch.k0) if masked else 0
@@ -306,7 +313,7 @@ class _Tracker:
     # ---- heads
 
     def local(self, head_chunk: int, name: str) -> int:
-        """Return the bytes of a field for the local tokens and the heads of one head chunk."""
+        """Return a field's size in bytes for the local tokens and the heads of one head chunk."""
         heads, field = self.bound.heads, self.shape.field(name)
         tokens = tokens_by_ulysses_rank(self.bound.shards, field.side, self.program.rank, heads.ulysses.size)
         of_head_chunk = heads.of_head_chunk(head_chunk, field.side)
@@ -331,7 +338,7 @@ class _Tracker:
         self.shape = self.bound.shapes[instruction.head_chunk]
 
     def leave(self, instruction: op.Leave) -> None:
-        """Count the results of a head chunk, and free or save the chunk's operands."""
+        """Count a head chunk's results, and free or save the chunk's operands."""
         tokens = {side: tokens_of(self.bound.shards, side, self.program.rank) for side in ("q", "kv")}
         self.results.clear()
         self.outs.clear()
@@ -376,13 +383,13 @@ def free_head_chunk_counts(q_heads: int, kv_heads: int, ulysses_size: int) -> li
 def fewest_head_chunks(
     recipe: Recipe, ulysses_size: int, local: Shape, mask: Mask, shards: Shards, workspace: str = ""
 ) -> int:
-    """Return the smallest number of head chunks for which attention needs no more memory than its q, k, v and out.
+    """Return the smallest number of head chunks with which attention needs no more memory than q, k, v and out.
 
-    All ranks use the program of the first CP rank, so that the ranks agree.
+    All ranks use the first CP rank's program, so that all ranks return the same number.
 
     Args:
         local: The shape of this rank's local tensors.
-        workspace: Same as in `KernelSupport`.
+        workspace: See `KernelSupport`.
     """
     support = PLAIN_KERNEL._replace(workspace=workspace)
     compiler, free = Compiler(recipe, 0), free_head_chunk_counts(local.q_heads, local.kv_heads, ulysses_size)

@@ -1,17 +1,17 @@
 """Prove that the programs of all ranks complete under NCCL's rules, and that every message reaches its receiver.
 
-NCCL has no tags: between two ranks of a communicator, the n-th send is matched with the n-th receive. Messages that are
-posted together run as one operation, which ends when all of its messages have ended. A communicator runs its operations
-one after another, in the order in which the rank started them.
+NCCL has no tags. Between two ranks of a communicator, the n-th send is matched with the n-th receive. Messages that are
+posted together run as one operation, which ends when all its messages have ended. A communicator runs operations one
+after another, in the order in which the rank started them.
 
 Two ranks connect when they first exchange data. If two ranks are half of a communicator apart, the distance is the same
 in both directions. For two such ranks, NCCL connects both directions at once if the first batch contains both a send
-and a receive. Therefore, the first batch must contain both a send and a receive on each of the two ranks, or on
-neither.
+and a receive. Therefore, the first batches of these two ranks must either both contain a send and a receive, or neither
+may.
 
 The proof assumes that all communicators of a rank share one stream, so that operations of different communicators also
-run one after another. Programs that complete on one stream also complete with one stream per communicator, which lets
-no operation start later.
+run one after another. Programs that complete on one stream also complete with one stream per communicator, since no
+operation then starts later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..base.errors import MOST_SHOWN, PlanError, ranks_in_words
 from ..core.compiler.program import instructions as op
 from ..core.compiler.program.instructions import Program, Transfer, label_of
 
-MESSAGES = "cp_rank"  # the communicators of point-to-point messages
+MESSAGES = "cp_rank"  # the communicators for point-to-point messages
 BETWEEN = "a collective of all ranks, such as ZeRO's gathers"
 
 
@@ -40,7 +40,7 @@ class Operation(NamedTuple):
     """Messages that NCCL runs as one operation."""
 
     words: str
-    sends: tuple[tuple[Channel, Any], ...]  # (channel, content of the message) in the order of posting
+    sends: tuple[tuple[Channel, Any], ...]  # (channel, content of the message), in the order of posting
     receives: tuple[tuple[Channel, Any], ...]
 
 
@@ -48,9 +48,9 @@ def check(calls: Sequence[Sequence[Program]], ulysses_size: int = 1) -> None:
     """Check that the programs of all ranks complete under NCCL's rules.
 
     Args:
-        calls: The attention calls in order, forward and backward of each layer. Each call is a list with the programs
-            of all ranks that share a sequence, indexed by Ulysses rank + ulysses_size * CP rank. Between two calls, all
-            ranks join a collective, such as a gather of ZeRO.
+        calls: The attention calls in order, with forward and backward for each layer. Each call is a list with the
+            programs of all ranks that share a sequence, indexed by Ulysses rank + ulysses_size * CP rank. Between two
+            calls, all ranks join a collective, such as a ZeRO gather.
         ulysses_size: Number of ranks in a Ulysses group.
 
     Raises:
@@ -99,7 +99,7 @@ def _content(program: Program, transfer: Transfer) -> tuple:
 
 
 def _collective(text: str, purpose: str, rank: int, ranks: Iterable[int], content: Any) -> Operation:
-    """Represent a collective as messages among all participating ranks, through a separate communicator."""
+    """Represent a collective as messages among all participating ranks through a separate communicator."""
     communicator = purpose, *ranks
     others = [peer for peer in ranks if peer != rank]
     return Operation(
@@ -110,9 +110,9 @@ def _collective(text: str, purpose: str, rank: int, ranks: Iterable[int], conten
 
 
 def _partners(queues: list[list[Operation]]) -> list[list[set[tuple[int, int]]]]:
-    """Return, for each operation, the operations of other ranks that must run at the same time.
+    """Return the operations on other ranks that must run at the same time as each operation.
 
-    Each partner is given as (rank, index in the rank's queue).
+    A partner is a pair (rank, index in the rank's queue).
     """
     ends: dict[Channel, tuple[list, list]] = defaultdict(lambda: ([], []))
     for rank, queue in enumerate(queues):
@@ -140,12 +140,12 @@ def _partners(queues: list[list[Operation]]) -> list[list[set[tuple[int, int]]]]
 
 
 def _run(queues: list[list[Operation]], partners: list[list[set[tuple[int, int]]]]) -> None:
-    """Run all queues; an operation ends when all of its partners have started.
+    """Run all queues.
 
-    Raise PlanError if some operations never end.
+    An operation ends when all its partners have started. Raise PlanError if some operations never end.
     """
     at = [0] * len(queues)
-    waiting: dict[int, set[int]] = defaultdict(set)  # rank -> the ranks waiting for this rank
+    waiting: dict[int, set[int]] = defaultdict(set)  # by rank, the ranks that are waiting for it
 
     def awaited(rank: int) -> set[int]:
         """Return the ranks that a rank's current operation waits for."""
@@ -169,7 +169,7 @@ def _run(queues: list[list[Operation]], partners: list[list[set[tuple[int, int]]
 
 def _check_connections(queues: list[list[Operation]], ulysses_size: int) -> None:
     """Raise PlanError if two ranks half a communicator apart disagree on connecting both directions at once."""
-    first: dict[tuple[int, int, bool], int] = {}  # (rank, peer, whether rank sends) -> index of the operation
+    first: dict[tuple[int, int, bool], int] = {}  # index of the operation, by (rank, peer, whether rank sends)
     for rank, queue in enumerate(queues):
         for index, operation in enumerate(queue):
             for channel, _ in (*operation.sends, *operation.receives):

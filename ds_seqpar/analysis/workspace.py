@@ -1,4 +1,4 @@
-"""Temporary memory that a kernel allocates during one launch, computed by formulas from its source code."""
+"""Temporary memory that a kernel allocates during one launch, according to formulas from the kernel's source code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ class LaunchSize(NamedTuple):
     forward: bool
 
     def of_q(self, rows_of: int, width: int) -> int:
-        """Return the number of elements in all q rows, rounded up to blocks of `rows_of` rows, with `width` elements
-        per head.
+        """Return the number of elements in all q rows, with `width` elements per head.
+
+        The number of rows is rounded up to a multiple of `rows_of`.
         """
         return self.batch * _up(self.rows, rows_of) * self.q_heads * width
 
     @property
     def expanded(self) -> int:
-        """Bytes of k and v, or of their gradients, repeated for all query heads; 0 without GQA."""
+        """Size in bytes of k and v, or their gradients, repeated for all query heads; 0 without GQA."""
         repeated = self.q_heads != self.kv_heads
         return repeated * 2 * self.batch * self.columns * self.q_heads * self.head_dim * self.itemsize
 
@@ -34,8 +35,8 @@ class LaunchSize(NamedTuple):
 def flash_2(size: LaunchSize) -> int:
     """Return the workspace of mha_bwd in flash-attention (csrc/flash_attn/flash_api.cpp).
 
-    The function allocates dq and delta in fp32, and dk and dv for all query heads. Deterministic algorithms allocate
-    several copies of dq, which are not counted.
+    The function allocates dq and delta in fp32, and dk and dv for all query heads. Additional copies of dq, which
+    deterministic algorithms allocate, are not counted.
     """
     if size.forward:
         return 0
@@ -62,7 +63,7 @@ def efficient(size: LaunchSize) -> int:
     return accumulated + size.expanded * (1 if size.forward else 2)
 
 
-# kernel -> its workspace; other kernels have none, or an unknown one
+# workspace by kernel; other kernels have no workspace, or a workspace of unknown size
 WORKSPACES: dict[str, Callable[[LaunchSize], int]] = {
     "flash_attn": flash_2,
     "flash_attn_3": flash_3,
@@ -72,7 +73,7 @@ WORKSPACES: dict[str, Callable[[LaunchSize], int]] = {
 
 
 def planned_kernel(name: str, dtype: str, head_dim: int, on_gpu: bool) -> str:
-    """Return the kernel whose workspace a plan counts: the named kernel or, for "auto", the most likely choice."""
+    """Return the kernel whose workspace is counted in plans. For "auto", this is the most likely choice."""
     if name != "auto" or not on_gpu:
         return name
     return "cuda_flash" if "float16" in dtype and head_dim <= 256 else "cuda_efficient"

@@ -1,9 +1,9 @@
-"""Every undocumented name of torch, DeepSpeed and other packages that ds_seqpar uses.
+"""All undocumented names from torch, DeepSpeed and other packages that ds_seqpar uses.
 
-New releases of a package may drop or change undocumented names. Each entry describes, as the beginning of a sentence,
-what fails if the name is missing. The first use of a missing name raises ConfigError with the entry's sentence on every
-rank. `tests/unit/test_compat.py` checks that the installed releases contain all names, and that private names are used
-only in this module.
+New releases of a package may remove or change undocumented names. Each entry names the feature that fails without the
+name. The first use of a missing name raises ConfigError, which mentions that feature, on every rank.
+`tests/unit/test_compat.py` checks that the installed releases contain all names, and that private names are used only
+in this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.autograd import profiler
 
 from .errors import ConfigError
 
-# package -> releases known to contain all of its names
+# releases known to contain all names, by package
 SEEN = {
     "torch": "2.12.0 and 2.13.0",
     "deepspeed": "0.19.8",
@@ -41,7 +41,7 @@ SEEN = {
 
 
 def private(name: str, breaks: str) -> Any:
-    """Return an object of another package.
+    """Return an object from another package.
 
     Args:
         name: "module:attributes".
@@ -57,7 +57,7 @@ def private(name: str, breaks: str) -> Any:
 
 
 def attribute(name: str, breaks: str) -> Callable[[Any], Any]:
-    """Return a function that reads an attribute of an object, and raises ConfigError if the attribute is missing.
+    """Return a function that reads an object's attribute, and raises ConfigError if the attribute is missing.
 
     Args:
         name: "module:class.attribute", or "module:attribute".
@@ -75,18 +75,18 @@ def attribute(name: str, breaks: str) -> Callable[[Any], Any]:
 
 
 def mark(name: str) -> str:
-    """Return the name of an attribute that one package sets and another one reads.
+    """Return the name of an attribute that one package sets and another package reads.
 
-    A missing attribute has a meaning too, so a release that renames the attribute causes no error here.
+    A missing attribute is meaningful too, so a release that renames the attribute causes no error in this function.
 
     Args:
-        name: "module:attribute", with the module that reads or sets it.
+        name: "module:attribute", for the module that reads or sets the attribute.
     """
     return name.rpartition(":")[2]
 
 
 def missing(name: str, breaks: str) -> ConfigError:
-    """Return the error for a name that the installed release lacks."""
+    """Return the error for a name that is missing in the installed release."""
     package = name.partition(":")[0].partition(".")[0]
     try:
         version = importlib.metadata.version(package)
@@ -105,7 +105,7 @@ def _raise_missing(name: str, breaks: str, *_: object, **__: object) -> NoReturn
 # ---- torch: autograd
 
 _BACKWARD = "the order of backward, which ranks agree on,"
-graph_task = private("torch:_C._current_graph_task_id", _BACKWARD)  # below 0 outside of backward
+graph_task = private("torch:_C._current_graph_task_id", _BACKWARD)  # negative outside of backward
 autograd_node = private("torch:_C._current_autograd_node", _BACKWARD)
 next_node = private("torch:_C._autograd._get_sequence_nr", _BACKWARD)  # sequence number of this thread's next node
 _number = attribute("torch:_C._FunctionBase._sequence_nr", _BACKWARD)
@@ -123,7 +123,7 @@ CONSTANT = mark("torch._dynamo.decorators:_dynamo_marked_constant")
 
 
 def is_profiling() -> bool:
-    """Return whether a torch profiler is on. Kept minimal, since every instruction calls this function."""
+    """Return whether a torch profiler is running. The function is minimal, since every instruction calls it."""
     try:
         return profiler._is_profiler_enabled
     except AttributeError:
@@ -131,7 +131,7 @@ def is_profiling() -> bool:
 
 
 def number_of(node: Any) -> int:
-    """Return the sequence number of an autograd node. Each thread numbers its nodes in the order of their creation."""
+    """Return the sequence number of an autograd node. Each thread numbers its nodes in creation order."""
     return _number(node)()
 
 
@@ -141,7 +141,7 @@ def is_autograd_thread(thread: threading.Thread) -> bool:
 
 
 def frames_of_threads() -> dict[int, FrameType]:
-    """Return the innermost frame of every Python thread, by thread ident."""
+    """Return each Python thread's innermost frame, by thread ident."""
     return sys._current_frames()
 
 
@@ -202,7 +202,7 @@ def is_known(group: dist.ProcessGroup) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a process group, or torch's default if the backend does not report a timeout."""
+    """Return a process group's timeout, or torch's default timeout if the backend does not report one."""
     backend = backend_of(group, device_types(group)[0])
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     try:
@@ -214,11 +214,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 def nccl_options(max_ctas: int | str) -> Any:
     """Return the options of an NCCL group with a high-priority stream, so that transfers overlap with matrix products.
 
-    At equal priority, NCCL's thread blocks would wait until all blocks of a product have started, which is close to the
-    product's end.
+    With equal priority, NCCL's thread blocks would wait until all thread blocks of a matrix product have started, near
+    the end of the product.
 
     Args:
-        max_ctas: Maximum number of thread blocks per operation; "auto" leaves the number to NCCL.
+        max_ctas: Maximum number of thread blocks per operation. With "auto", NCCL chooses the number.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout_of(default_group())  # torch requires the timeouts of group and options to be equal
@@ -232,7 +232,7 @@ def new_group(ranks: tuple[int, ...], rank: int, backend: str, **settings: Any) 
 
     Args:
         ranks: The global ranks in the group.
-        rank: This rank's global number.
+        rank: This rank's global rank.
         backend: The name of the backend.
         **settings: group_name, timeout, device_id, group_desc and backend_options.
     """
@@ -253,7 +253,7 @@ def new_group(ranks: tuple[int, ...], rank: int, backend: str, **settings: Any) 
 
 
 def shm_op() -> Any:
-    """Return DeepSpeed's shared-memory all-reduce, compiled on first use; None if DeepSpeed has none."""
+    """Return DeepSpeed's shared-memory all-reduce, compiled on first use, or None if DeepSpeed has none."""
     return private("deepspeed.comm.torch:build_shm_op", "all-reduces of ranks on one machine without GPUs")()
 
 
@@ -270,7 +270,7 @@ engine_config = attribute("deepspeed.runtime.engine:DeepSpeedEngine._config", _F
 engine_timer = attribute("deepspeed.runtime.engine:DeepSpeedEngine.tput_timer", _FIGURES)
 profiled_engine = attribute("deepspeed.profiling.flops_profiler.profiler:FlopsProfiler.ds_engine", _FIGURES)
 
-# writes two scripts next to a checkpoint; disabled, since its errors would occur before other ranks have written
+# writes two scripts next to a checkpoint; disabled, since errors would occur before other ranks have finished writing
 COPY_SCRIPTS = mark("deepspeed.runtime.engine:_copy_recovery_script")
 
 # ---- DeepSpeed: what an optimizer step has changed
@@ -286,8 +286,8 @@ _zero3_weights = attribute("deepspeed.runtime.zero.stage3:fp32_partitioned_group
 def forget_gradients(optimizer: Any) -> None:
     """Clear the gradients that ZeRO-3 keeps after a step.
 
-    If the next micro-batch does not use a parameter (for example, text without a vision tower), ZeRO-3 would reuse the
-    old gradient or add the next gradient to the old one.
+    If the next micro-batch does not use a parameter, ZeRO-3 would otherwise reuse the old gradient or add the next
+    gradient to it. For example, text-only micro-batches do not use the vision tower.
     """
     _zero3_gradients(optimizer).zero_()
     for x in _zero3_weights(optimizer):
@@ -296,7 +296,7 @@ def forget_gradients(optimizer: Any) -> None:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return a parameter's full shape, which ZeRO-3 stores separately because the tensor itself is empty."""
+    """Return a parameter's full shape. ZeRO-3 stores the shape separately, because the tensor itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

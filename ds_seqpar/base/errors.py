@@ -1,4 +1,4 @@
-"""Errors caused by user input. Each message is one sentence: the requirement, the actual value and the remedy."""
+"""Errors caused by user input. Each message is one sentence with the requirement, the actual value and the remedy."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 
-SECTION = "sequence_parallel"  # section of the DeepSpeed JSON with every setting that messages name
+SECTION = "sequence_parallel"  # section of the DeepSpeed JSON that contains all settings named in messages
 MOST_SHOWN = 4  # maximum number of fields, groups of ranks or runs of ranks named in a sentence
 
 
 class SeqParError(ValueError):
-    """Base class of all errors that ds_seqpar raises because of user input."""
+    """Base class for all errors that ds_seqpar raises because of user input."""
 
 
 class ConfigError(SeqParError):
-    """Raised if a setting does not exist, or conflicts with other settings, the machine or the model."""
+    """Raised if a setting does not exist, or conflicts with other settings, the machine, or the model."""
 
 
 class InputError(SeqParError):
@@ -31,11 +31,11 @@ class PlanError(SeqParError):
 
 
 class KernelError(SeqParError):
-    """Raised if no attention kernel can compute the blocks. The message lists the reasons of every kernel."""
+    """Raised if no attention kernel can compute the blocks. The message lists every kernel's reasons."""
 
 
 class DisagreementError(SeqParError):
-    """Raised on all ranks if values that must be equal differ between ranks, or if one rank cannot continue."""
+    """Raised on all ranks if values that must be equal differ between ranks, or if any rank cannot continue."""
 
 
 class CommunicationError(SeqParError, RuntimeError):
@@ -46,19 +46,19 @@ class CommunicationError(SeqParError, RuntimeError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'zigzag'?)`, or "" if no known word is similar."""
+    """Return text such as ` (did you mean 'zigzag'?)`, or "" if no known word is similar."""
     match = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean '{match[0]}'?)" if match else ""
 
 
 def quoted_list(names: Iterable[str], last: str = "or") -> str:
-    """Return the names as `"a"`, `"a" or "b"`, or `"a", "b" or "c"`."""
+    """Return the names in the form `"a"`, `"a" or "b"`, or `"a", "b" or "c"`."""
     *most, end = (f'"{name}"' for name in names)
     return f"{', '.join(most)} {last} {end}" if most else end
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or `ranks 0-2, 5`; long lists of scattered ranks are abbreviated."""
+    """Return text such as `rank 3` or `ranks 0-2, 5`. Long lists of scattered ranks are abbreviated."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -71,7 +71,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def check_choice(subject: str, value: str, known: Iterable[str]) -> None:
-    """Raise ConfigError unless `value` is one of `known`; the message suggests the most similar choice."""
+    """Raise ConfigError unless `value` is in `known`. The message suggests the most similar choice."""
     known = sorted(known)
     if value not in known:
         raise ConfigError(
@@ -80,7 +80,7 @@ def check_choice(subject: str, value: str, known: Iterable[str]) -> None:
 
 
 def as_seqpar_error(action: str, reason: Exception) -> SeqParError:
-    """Convert an exception to a SeqParError, which ranks can exchange.
+    """Convert an exception to a SeqParError that ranks can exchange.
 
     Args:
         action: A clause, such as "loading data failed".
@@ -98,7 +98,7 @@ def as_seqpar_error(action: str, reason: Exception) -> SeqParError:
 
 
 def whole_number(x: object) -> int | None:
-    """Convert a Python, NumPy or torch integer to an int. Return None for booleans and all other values."""
+    """Convert a Python, NumPy or torch integer to an int. Return None for booleans and for all other values."""
     if type(x) is int:
         return x
     try:

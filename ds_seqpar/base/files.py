@@ -1,7 +1,7 @@
 """Read and validate user files.
 
-Files that are too large, too deeply nested or invalid JSON are rejected, and so are values of the wrong type or out of
-range. The error is one sentence with the file, the key and the value.
+Files are rejected if they are too large, too deeply nested, or invalid JSON. Values are rejected if they are out of
+range or have the wrong type. The error message is one sentence that names the file, the key and the value.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .errors import ConfigError, SeqParError, did_you_mean
 LARGEST_FILE = 2**22  # bytes; the largest model configurations take about 100 KB
 DEEPEST = 32  # maximum nesting of objects and lists
 LARGEST = 2**63 - 1  # maximum integer
-SHOWN = 60  # maximum characters of a value in a message
-LONGEST = 200  # maximum characters of a library's message in a message
+SHOWN = 60  # maximum number of characters of a value to show in a message
+LONGEST = 200  # maximum number of characters of a library's message to quote
 T = TypeVar("T")
 # pydantic configuration of the dataclasses for user files and sections
 STRICT = pydantic.ConfigDict(
@@ -80,7 +80,7 @@ def read_json(path: str | os.PathLike[str], subject: str) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ConfigError: The errors of `read_text` and `parse_json`; also raised if the file does not contain an object.
+        ConfigError: See `read_text` and `parse_json`. Also raised if the file does not contain an object.
     """
     content = parse_json(read_text(path, subject, "JSON file"), subject, str(path))
     if not isinstance(content, dict):
@@ -89,12 +89,12 @@ def read_json(path: str | os.PathLike[str], subject: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, subject: str, place: str, or_text: bool = False) -> Any:
-    """Return the value of a JSON text.
+    """Return the value represented by a JSON text.
 
     Args:
         subject: The purpose of the text.
         place: The origin of the text.
-        or_text: Whether to return text that is not JSON unchanged.
+        or_text: Whether to return text that is not JSON unchanged instead of raising an error.
 
     Raises:
         ConfigError: The text is not valid JSON, an object has a duplicate key, a number is not finite or exceeds 64
@@ -130,7 +130,7 @@ def parse_json(text: str, subject: str, place: str, or_text: bool = False) -> An
 
 
 def call_library(library: str, place: str, content: Mapping[str, Any], make: Callable[[dict[str, Any]], T]) -> T:
-    """Return `make(content)`, where `make` calls a library.
+    """Return `make(content)` for a function `make` that calls a library.
 
     Raises:
         ConfigError: The library rejects the content. The message includes the offending key, its value, and the
@@ -149,9 +149,9 @@ def call_library(library: str, place: str, content: Mapping[str, Any], make: Cal
 
 
 def refused_setting(content: Mapping[str, Any], accepts: Callable[[dict[str, Any]], bool]) -> tuple[str, Any] | None:
-    """Return (key, value) of the first setting that must be removed for the content to be accepted.
+    """Return (key, value) for the first setting that must be removed for the content to be accepted.
 
-    The path to a nested key is written with dots. Return None if no single setting is the cause.
+    Nested keys are joined with dots. Return None if no single setting is the cause.
     """
     for key, value in content.items():
         if accepts({name: other for name, other in content.items() if name != key}):
@@ -173,7 +173,7 @@ def _accepts(make: Callable[[dict[str, Any]], Any], content: dict[str, Any]) -> 
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error, without the title and URL that pydantic adds."""
+    """Return the first sentence of an error message, without the title and URL that pydantic adds."""
     details = getattr(error, "errors", None)
     text = " ".join((details()[0]["msg"] if callable(details) else str(error)).split())
     return re.split(r"[.!?]\s+(?=[A-Z])", text)[0][:LONGEST]
@@ -181,8 +181,9 @@ def _first_sentence(error: Exception) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress library warnings within the context, since some are printed to stdout and would corrupt a command's
-    output.
+    """Suppress library warnings within the context.
+
+    Some libraries print warnings to stdout, which would corrupt a command's output.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -208,7 +209,7 @@ def _cut(text: str) -> str:
 
 
 def read_as(form: type[T], content: object, place: str) -> T:
-    """Return a pydantic dataclass with the values of parsed JSON.
+    """Return a pydantic dataclass with the values from parsed JSON.
 
     Args:
         form: The dataclass.
@@ -216,7 +217,7 @@ def read_as(form: type[T], content: object, place: str) -> T:
         place: The beginning of error messages, such as "machine ours: ".
 
     Raises:
-        ConfigError: A value is invalid, or a key is missing or unknown; the message describes the first problem.
+        ConfigError: A value is invalid, or a key is missing or unknown. The message describes the first problem.
     """
     checker = pydantic.TypeAdapter(form)
     try:
@@ -234,13 +235,13 @@ def as_config_error(
     show: Callable[[object], str] = shown,
     known: Sequence[str] = (),
 ) -> SeqParError:
-    """Describe the first problem found by pydantic in one sentence: the key, the requirement and the value.
+    """Describe the first problem found by pydantic in one sentence with the key, the requirement and the value.
 
     Args:
         error: The validation error.
         content: The validated content.
         place: The beginning of the sentence, such as "machine ours: ".
-        show: Formats a value.
+        show: A function that formats a value.
         known: Valid keys, to suggest a correction for a misspelled key.
     """
     faults = error.errors(include_url=False)
@@ -278,7 +279,7 @@ def _at(path: Sequence[str | int], content: object) -> tuple[str, object]:
 
 
 class _Refused(Exception):
-    """Raised for JSON content that user files must not contain."""
+    """Raised for JSON content that is not allowed in user files."""
 
     def __init__(self, needs: str, found: str) -> None:
         super().__init__(needs)

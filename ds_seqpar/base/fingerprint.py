@@ -1,4 +1,4 @@
-"""Comparable forms of values, and a hash that is the same in every process."""
+"""Represent values in comparable form, and compute hashes that are the same in every process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Fields = dict[str, str]
 
 
 class Fingerprint(int):
-    """A 63-bit hash, which fits an int64 even when negated. Formatted as 16 hexadecimal digits."""
+    """A 63-bit hash, which fits into an int64 even when negated. The hash is formatted as 16 hexadecimal digits."""
 
     @classmethod
     def of_bytes(cls, content: bytes | memoryview) -> Fingerprint:
@@ -24,11 +24,11 @@ class Fingerprint(int):
     def __str__(self) -> str:
         return f"{int(self):016x}"
 
-    __format__ = object.__format__  # as text in f-strings too
+    __format__ = object.__format__  # formatted as text in f-strings too
 
 
 class Compared:
-    """A value in the form that ranks compare: fields and a fingerprint of the fields."""
+    """A value in the form that ranks compare, with fields and a fingerprint of the fields."""
 
     def __init__(self, name: str, value: object) -> None:
         self.name, self.fields = name, fields_of(value)

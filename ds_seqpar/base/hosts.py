@@ -1,4 +1,4 @@
-"""The host and device of this process, and the local rank that its launcher has set."""
+"""Determine this process's host, device, and local rank as set by the launcher."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ LOCAL_SIZES = (
 
 
 def local_rank() -> int | None:
-    """Return this rank's index on its machine, as set by the launcher; None if not set."""
+    """Return this rank's index on its machine as set by the launcher, or None if the index is not set."""
     return _first_set(LOCAL_RANKS)
 
 
 def _first_set(names: Sequence[str]) -> int | None:
-    """Return the leading integer of the first variable that is set, such as 8 from srun's "8(x2)"."""
+    """Return the leading integer in the first variable that is set, such as 8 from srun's "8(x2)"."""
     found = (re.match(r"\d+", os.environ.get(name, "")) for name in names)
     return next((int(number[0]) for number in found if number), None)
 
 
 def this_device() -> torch.device | None:
-    """Return this rank's accelerator: the process's current device or, by default, the device with the index
-    `local_rank`.
+    """Return this rank's accelerator, or None on a machine without accelerators.
 
-    Return None on a machine without accelerators.
+    The accelerator is the process's current device or, by default, the device with the index `local_rank`.
 
     Raises:
-        ConfigError: The machine has fewer accelerators than ranks, or nothing determines which accelerator to use.
+        ConfigError: The machine has fewer accelerators than ranks, or the accelerator to use cannot be determined.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
@@ -52,10 +51,12 @@ def this_device() -> torch.device | None:
 
 
 def _index(count: int, chosen: int, local_rank: int | None) -> int:
-    """Return the index of this rank's device among the `count` visible devices. `chosen` is the current device, 0 if
-    unset.
+    """Return the index of this rank's device among the `count` visible devices.
+
+    `chosen` is the index of the current device, or 0 if no device was set.
     """
-    # a launcher may expose only one device to each process; DeepSpeed's lists several, even if the machine has one
+    # a launcher may expose only one device to each process; DeepSpeed's launcher lists several devices even on a
+    # machine with one
     is_only_device = count == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if chosen or is_only_device:
         return chosen
@@ -78,14 +79,15 @@ def _index(count: int, chosen: int, local_rank: int | None) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device's model name, such as "NVIDIA H100 80GB HBM3"; "cpu" for a CPU."""
+    """Return the device's model name, such as "NVIDIA H100 80GB HBM3", or "cpu" for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def set_device() -> torch.device | None:
     """Make this rank's accelerator the current device, and return it.
 
-    Call `set_device` before creating groups, since a communicator stays on the device that was current at its creation.
+    Call `set_device` before creating groups, since a communicator stays on the device that was current when it was
+    created.
     """
     if (device := this_device()) is not None:
         torch.accelerator.set_device_index(device.index)
@@ -93,22 +95,22 @@ def set_device() -> torch.device | None:
 
 
 def ranks_per_node(world: int) -> int:
-    """Return the number of ranks per node, as set by the launcher; `world` if not set."""
+    """Return the number of ranks per node as set by the launcher, or `world` if the number is not set."""
     return _first_set(LOCAL_SIZES) or world
 
 
 class Host(NamedTuple):
     """A rank's host."""
 
-    name: str  # from `host_name`
-    device: str  # the accelerator's name, "" for none
-    cores: tuple[int, ...]  # cores that this rank may use
-    memory: int  # bytes of host memory
-    device_memory: int = 0  # bytes of accelerator memory; 0 for none
+    name: str  # the result of `host_name`
+    device: str  # the accelerator's name, or "" without an accelerator
+    cores: tuple[int, ...]  # the cores that this rank may use
+    memory: int  # host memory in bytes
+    device_memory: int = 0  # accelerator memory in bytes, or 0 without an accelerator
 
 
 def host_name() -> str:
-    """Return a name that is unique among hosts, and among containers with a network of their own."""
+    """Return a name that is unique among hosts, and among containers with separate networks."""
     names = [socket.gethostname()]
     with contextlib.suppress(OSError):  # only the host name without /proc
         names += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]

@@ -28,23 +28,25 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 class DeviceCache:
     """A cache of read-only tensors that depend only on a batch's layout, created once per layout and device."""
 
-    MOST, FEW, BYTES = 64, 8, 2**26  # maximum entries; beyond the last FEW, limited by BYTES
+    # the cache keeps at most MOST entries; beyond the last FEW, BYTES also limits their total size
+    MOST, FEW, BYTES = 64, 8, 2**26
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
 
     def get(self, key: Hashable, device: torch.device | str, make: Callable[[], T]) -> T:
-        """Return the result of `make`, a tensor or a tuple with tensors, on a device.
+        """Return the result of `make`, which is a tensor or a tuple that contains tensors, on a device.
 
         Args:
-            key: Identifies the result; equal keys return the same result.
+            key: The key of the result. Equal keys return the same result.
             device: The device of the result.
-            make: Called if the key is not cached.
+            make: A function that creates the result if the key is not cached.
         """
         device = torch.device(device)
         # one entry per stream: another stream could read a tensor too early, or free it while it is in use
         stream = torch.cuda.current_stream(device) if device.type == "cuda" and torch.cuda.is_available() else None
-        entry = self._kept.pop((key, device, stream), None)  # one atomic step, for data-loading threads
+        # one atomic step, since data-loading threads also use the cache
+        entry = self._kept.pop((key, device, stream), None)
         if entry is None:
             with torch.inference_mode(False):  # autograd cannot save inference tensors
                 made = tree_map(lambda x: _kept_on(x, device) if isinstance(x, Tensor) else x, make())

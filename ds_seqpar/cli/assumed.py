@@ -1,4 +1,4 @@
-"""Assumptions behind answers of `memory`, `plan` and `tune`, with a DeepSpeed JSON and Trainer flags for training."""
+"""Assumptions behind the answers of `memory`, `plan` and `tune`, and a matching DeepSpeed JSON and Trainer flags."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from ..deepspeed.config import OPTIMIZER_STATES, SECTION
 from ..planner.estimate import estimate, tower_seconds
 from .options import GIB, Inputs
 
-OPTIMIZER = "AdamW"  # assumed if the states of the JSON's optimizer are unknown
-# dtype -> the Trainer's flag
+OPTIMIZER = "AdamW"  # assumed if the states of the optimizer in the JSON are unknown
+# the Trainer's flag by dtype
 HALVES = {"bfloat16": "--bf16", "float16": "--fp16"}
 
 
 class Answer(NamedTuple):
-    """The result of a command, and the settings for training."""
+    """The result of a command, together with the settings for training."""
 
     inputs: Inputs
     config: SequenceParallelConfig  # resolved
-    sequences: int | None = None  # per optimizer step; None: as in the JSON
+    sequences: int | None = None  # per optimizer step; None to use the number in the JSON
 
     @property
     def micro_batch(self) -> int:
-        """Number of sequences per micro-batch over all ranks."""
+        """The number of sequences per micro-batch across all ranks."""
         return self.inputs.world // self.config.size * (self.inputs.job.batch or 1)
 
     @property
     def steps(self) -> int:
-        """Number of micro-batches per optimizer step."""
+        """The number of micro-batches per optimizer step."""
         if self.sequences is not None:
             return -(-self.sequences // self.micro_batch)
         return self.inputs.job.steps or max(1, (self.inputs.job.sequences or 0) // self.micro_batch)
 
     @property
     def optimizer(self) -> str:
-        """The JSON's optimizer; AdamW if the JSON names none."""
+        """The optimizer in the JSON, or AdamW if the JSON names no optimizer."""
         optimizer = self.inputs.content.get("optimizer")
         named = optimizer.get("type") if isinstance(optimizer, dict) else None
         return named if isinstance(named, str) and named != "auto" else OPTIMIZER
 
     def assumed(self) -> dict[str, Any]:
-        """Return the assumptions for --json."""
+        """Return the assumptions for `--json`."""
         job, machine = self.inputs.job, self.inputs.machine
         sequences = self.steps * self.micro_batch
         return {
@@ -90,22 +90,20 @@ class Answer(NamedTuple):
                 f"{limit / GIB:.1f} of {machine.memory / GIB:.1f} GiB for tensors",
                 f"nodes of {machine.per_node}",
             ]
-        return [f"assumed: {'; '.join(assumptions)}", *self.picture_lines(), *self.inputs.model.not_counted]
+        return [f"assumed: {'; '.join(assumptions)}", *self.image_lines(), *self.inputs.model.not_counted]
 
-    def picture_lines(self) -> list[str]:
-        """Return a line about the pictures of a sequence and the vision tower."""
-        tower, pictures, seq = self.inputs.model.tower, self.inputs.job.pictures, self.inputs.seq
+    def image_lines(self) -> list[str]:
+        """Return a line about the images in a sequence and the vision tower."""
+        tower, images, seq = self.inputs.model.tower, self.inputs.job.images, self.inputs.seq
         if tower is None:
             return []
         line = f"a tower has {tower.layers.parameters:,} of {self.inputs.model.parameters:,} parameters"
-        if pictures is None:
-            return [f"{line}; no pictures are counted: say --pictures"]
-        number, of_each, patches = pictures
-        line += (
-            f"; pictures: {number} of {of_each:,} tokens and {patches:,} patches are {number * of_each / seq:.1%} of "
-        )
+        if images is None:
+            return [f"{line}; no images are counted: say --images"]
+        number, of_each, patches = images
+        line += f"; images: {number} of {of_each:,} tokens and {patches:,} patches are {number * of_each / seq:.1%} of "
         batch = self.inputs.job.batch or 1
-        line += f"a sequence, and a rank computes {pictures.of_rank(self.config, batch)} of {batch * number}"
+        line += f"a sequence, and a rank computes {images.of_rank(self.config, batch)} of {batch * number}"
         if self.inputs.machine is None:
             return [line]
         step = self.inputs.job.step(self.config, self.inputs.world, self.inputs.machine.gpus)
@@ -118,7 +116,7 @@ class Answer(NamedTuple):
         return [f"{line}; the tower takes {shares[0]} of a step's time divided, {shares[1]} undivided"]
 
     def deepspeed_json(self) -> dict[str, Any]:
-        """Return the complete DeepSpeed JSON with the section. Every "auto" value is left for the Trainer."""
+        """Return the complete DeepSpeed JSON including the section. "auto" values are left for the Trainer."""
         content = copy.deepcopy(self.inputs.content)
         if self.sequences is not None:
             content["gradient_accumulation_steps"] = self.steps
@@ -127,12 +125,12 @@ class Answer(NamedTuple):
         return {**content, SECTION: self.section(self.config)}
 
     def section(self, config: SequenceParallelConfig) -> dict[str, Any]:
-        """Return the section of a configuration, without `ulysses` if each pack chooses its own Ulysses size."""
+        """Return the section for a configuration, without `ulysses` if each pack has its own Ulysses size."""
         section, by_pack = config.section(), self.inputs.lengths and self.inputs.config.ulysses == "auto"
         return {name: value for name, value in section.items() if not (by_pack and name == "ulysses")}
 
     def flags(self) -> list[str]:
-        """Return the Trainer flags required in addition to the JSON, with matching values."""
+        """Return the Trainer flags required in addition to the JSON, with values that match the JSON."""
         job, content = self.inputs.job, self.deepspeed_json()
         optimizer = content.get("optimizer")
         rate = (optimizer.get("params") or {}).get("lr") if isinstance(optimizer, dict) else None
@@ -159,11 +157,11 @@ class Answer(NamedTuple):
         ]  # fmt: skip
 
     def auto_lines(self) -> list[str]:
-        """Return lines with the values assumed for each "auto"."""
+        """Return lines with the value assumed for each "auto"."""
         values = ", ".join(f"{key} {shown(value)}" for key, value in self.inputs.filled.items())
         return ["", f'what the configuration leaves "auto" counts as {values}'] if values else []
 
     def for_json(self) -> dict[str, Any]:
-        """Return the items for --json."""
+        """Return the entries for `--json`."""
         return {"auto": self.inputs.filled, "assumed": self.assumed(), "deepspeed_json": self.deepspeed_json(),
                 "trainer_flags": self.flags()}  # fmt: skip

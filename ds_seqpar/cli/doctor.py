@@ -26,18 +26,19 @@ from ..planning import job_of
 from . import options
 from .launched import launched
 
-OF_SEVERAL_RANKS = ("size", "ulysses", "rank_order", *schedules.settings())  # require several processes
+OF_SEVERAL_RANKS = ("size", "ulysses", "rank_order", *schedules.settings())  # settings that require several processes
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command, and return its exit code: 1 if a check failed, else 0.
+    """Run the command and return its exit code, which is 1 if a check failed and 0 otherwise.
 
-    Collective over the ranks. Also runs without a launcher.
+    The call is collective across ranks. The command also runs without a launcher.
 
     Raises:
         Told: A rank cannot read the configuration or the model. Raised on all ranks.
     """
-    with contextlib.redirect_stdout(sys.stderr), launched("doctor", alone=True) as is_first:  # DeepSpeed's lines too
+    # also hides DeepSpeed's lines
+    with contextlib.redirect_stdout(sys.stderr), launched("doctor", alone=True) as is_first:
         config, job, planned, error = None, dict[str, Any](), None, None
         try:
             content = options.content_of(args)

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _source() -> Path:
-    """Return the folder with the examples, in a clone or as installed by a wheel."""
+    """Return the folder that contains the examples, either in a clone or as installed from a wheel."""
     clone = Path(__file__).resolve().parents[2]
     if (clone / "examples" / "demo.py").is_file():
         return clone

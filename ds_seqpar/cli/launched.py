@@ -1,4 +1,4 @@
-"""Run a command on the ranks that a launcher has started."""
+"""Run a command on the ranks started by a launcher."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def _check_launcher(command: str) -> None:
 
 
 def file_error(option: str, file: str) -> ConfigError | None:
-    """Return the reason why an option's file cannot be written, or None. Call before long computations."""
+    """Return the reason why an option's file cannot be written, or None.
+
+    Call this function before long computations.
+    """
     if os.path.isdir(file) or not os.access(Path(file).parent, os.W_OK | os.X_OK):
         return ConfigError(f"{option} must be a file in a folder that can be written to; got {file!r}")
     return None

@@ -33,11 +33,11 @@ from ..planner.plan import PlanResult
 from ..planner.request import TRAINERS, MemoryBudget, TrainingStep
 from . import packs
 from .assumed import Answer
-from .options import GIB, Inputs, add_lengths, add_options, add_pictures, add_ranks, count, tokens
+from .options import GIB, Inputs, add_images, add_lengths, add_options, add_ranks, count, tokens
 
 KIB = 2**10
 NODE = 8  # default number of ranks per node
-FAR = 4  # multiple of the peak beyond which a rank's memory is not drawn
+FAR = 4  # multiple of the peak beyond which a rank's memory limit is not drawn
 # colors of FOOTPRINT_ITEMS, in the same order
 SHADES = ("#2f4b6e", "#14273f", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e",
           "#f0cf8e", "#8e5a97", "#6b4a2b", "#b8a0c8", "#5f9ea0")  # fmt: skip
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
     machine = f"say also what a node needs and which length fits: {', '.join(presets())}"
     add_ranks(parser)
     add_lengths(parser)
-    add_pictures(parser)
+    add_images(parser)
     add_options(parser, machine, "sizes are in bytes")
     parser.add_argument("--prompt", metavar="N", help="tokens of a prompt: say also what its cache takes")
     parser.add_argument("--trainer", choices=TRAINERS, help="trl's trainer of the step, for rows of --seq-len tokens")
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def with_trainer(inputs: Inputs, args: argparse.Namespace) -> Inputs:
-    """Return the inputs, modified by --trainer, --reference, --lora and --completions."""
+    """Return the inputs as modified by `--trainer`, `--reference`, `--lora` and `--completions`."""
     model, job = inputs.model, inputs.job
     if args.lora is not None:
         trained = count("--lora", args.lora) * model.lora
@@ -146,7 +146,7 @@ def with_trainer(inputs: Inputs, args: argparse.Namespace) -> Inputs:
 
 
 def machine_budget(inputs: Inputs) -> MemoryBudget | None:
-    """Return the memory of the machine; None if no machine is named."""
+    """Return the machine's memory, or None if no machine is named."""
     if inputs.machine is not None:
         return MemoryBudget.of(inputs.machine, inputs.world, inputs.memory)
     if inputs.memory is not None:
@@ -155,7 +155,7 @@ def machine_budget(inputs: Inputs) -> MemoryBudget | None:
 
 
 def advice(inputs: Inputs, config: SequenceParallelConfig) -> str:
-    """Return advice for a step that does not fit on the machine."""
+    """Return advice for a step that does not fit into the machine's memory."""
     try:
         request = inputs.request()
     except ConfigError as reason:  # planning is not possible, for example for a dtype without rates
@@ -166,7 +166,7 @@ def advice(inputs: Inputs, config: SequenceParallelConfig) -> str:
 def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None]:
     """Return (the resolved configuration, the plan that determined the configuration or None).
 
-    If the ranks would choose settings by planning, plan for the named machine.
+    If the ranks would choose settings by planning, the function plans for the named machine.
     """
     config, machine, heads = inputs.config, inputs.machine, (inputs.model.heads, inputs.model.kv_heads)
     if machine is not None and config.asks_for_plan:
@@ -188,7 +188,7 @@ def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, PlanResult | None
 
 
 def unplanned_lines(inputs: Inputs, config: SequenceParallelConfig) -> list[str]:
-    """Return lines about settings that the ranks would choose differently from the `memory` command."""
+    """Return lines about settings that the ranks would choose differently than the `memory` command."""
     text = (
         f'{SECTION}: ranks would plan what is "auto"; here it is all ranks, the most Ulysses and the default schedule'
     )
@@ -216,13 +216,13 @@ def table(memory: Footprint, slope: float, step: TrainingStep) -> list[str]:
 
 
 def part_lines(moment: Moment, description_of: Mapping[str, str]) -> list[str]:
-    """Return a line for each part of a moment's memory, largest first."""
+    """Return a line for each part of the memory at one moment, largest part first."""
     items = sorted(moment.bytes_by_item.items(), key=lambda item: -item[1])
     return [f"{name:<16}{size / GIB:>12.3f}{size / moment.total:>8.1%}  {description_of[name]}" for name, size in items]
 
 
 def fit_lines(memory: Footprint, budget: MemoryBudget, longest_fit: Longest) -> list[str]:
-    """Return lines about required and available memory of a rank and its node, and the longest sequence that fits."""
+    """Return lines about a rank's and a node's required and available memory, and the longest sequence that fits."""
     lines = [f"a rank needs {rank_bytes(memory, budget) / GIB:.1f} GiB of {budget.limit / GIB:.1f}"]
     if budget.apart:
         node = memory.host.total * budget.ranks_per_node / GIB
@@ -233,7 +233,7 @@ def fit_lines(memory: Footprint, budget: MemoryBudget, longest_fit: Longest) -> 
 
 
 def as_json(memory: Footprint, slope: float) -> dict[str, Any]:
-    """Return the footprint in bytes, for --json."""
+    """Return the footprint in bytes for `--json`."""
 
     def numbers(moment: Any) -> dict[str, Any]:
         return {"moment": moment.name, "total": moment.total, "parts": dict(moment.bytes_by_item)}
@@ -244,7 +244,7 @@ def as_json(memory: Footprint, slope: float) -> dict[str, Any]:
 
 
 def draw(memory: Footprint, file: str | Path, budget: MemoryBudget | None, inputs: Inputs) -> None:
-    """Draw the moments of a step as stacked bars, with the memory of the device.
+    """Draw the memory at each moment of a step as stacked bars, together with the device's memory.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
@@ -262,7 +262,7 @@ def draw(memory: Footprint, file: str | Path, budget: MemoryBudget | None, input
     if budget is not None and inputs.machine is not None:
         limit = budget.limit / GIB
         title += f"; {inputs.machine.name} has {limit:.1f} GiB for tensors"
-        if limit < FAR * widest:  # otherwise, the bars would be too short to see
+        if limit < FAR * widest:  # beyond this limit, the bars would be too short to see
             axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=2.5, label="what the rank has")
             widest = max(widest, limit)
     axes.set_xlim(0, 1.03 * widest)

@@ -1,4 +1,4 @@
-"""Options that `memory`, `plan` and `tune` share: model, length, ranks, machine and DeepSpeed JSON."""
+"""Options shared by `memory`, `plan` and `tune`: model, length, ranks, machine and DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_names
 from ..deepspeed.config import DECISIVE, DeepSpeedJson, autos
 from ..planner import limits
 from ..planner.machine import Machine
-from ..planner.request import Job, Model, Pictures, Request
+from ..planner.request import Images, Job, Model, Request
 
 # the DeepSpeed JSON if --config is not given; the learning rate affects only the printed JSON
 DEFAULTS: dict[str, Any] = {
@@ -21,12 +21,12 @@ DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "gradient_clipping": 1.0,
     "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},  # torch's AdamW compiles nothing
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},  # torch's AdamW needs no compilation
     "zero_optimization": {"stage": 3},
 }
 GIB = 2**30
 MOST_GIB = 2**40  # maximum value of --memory
-DIGITS = 18  # maximum digits of a number on the command line, so that products of three numbers are finite
+DIGITS = 18  # maximum number of digits of a number on the command line, so that products of three numbers are finite
 UNITS = {"K": 2**10, "M": 2**20}
 UNITS_HELP = "or with K (1,024) or M (1,048,576) after it"
 
@@ -36,7 +36,10 @@ class Told(Exception):
 
 
 def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> None:
-    """Add the options that commands share. `machine` is the help text of --machine; `units` are the units of --json."""
+    """Add the options that the commands share.
+
+    `machine` is the help text for `--machine`, and `units` names the units in the `--json` output.
+    """
     parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
     parser.add_argument("--seq-len", metavar="N", help=f"tokens of the whole sequence, {UNITS_HELP}")
     add_settings(parser)
@@ -51,13 +54,11 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", metavar="FILE", help=help)
 
 
-def add_pictures(parser: argparse.ArgumentParser) -> None:
-    help = "pictures, tiles of them, frames or sounds of each sequence, whose tokens are among those of --seq-len"
-    parser.add_argument("--pictures", metavar="N", help=help)
-    parser.add_argument("--picture-tokens", metavar="N", help="of each; default: the config's, where all have as many")
-    parser.add_argument(
-        "--picture-patches", metavar="N", help="of each, that the tower computes; default: the config's"
-    )
+def add_images(parser: argparse.ArgumentParser) -> None:
+    help = "images, tiles of them, frames or audio of each sequence, whose tokens are among those of --seq-len"
+    parser.add_argument("--images", metavar="N", help=help)
+    parser.add_argument("--image-tokens", metavar="N", help="of each; default: the config's, where all have as many")
+    parser.add_argument("--image-patches", metavar="N", help="of each, that the tower computes; default: the config's")
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +69,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `content_of`."""
+    """Add the options that `content_of` reads."""
     parser.add_argument(
         "--config", "--deepspeed_config", metavar="FILE", help="DeepSpeed JSON; without one bf16, ZeRO-3 and AdamW"
     )
@@ -80,20 +81,20 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The inputs of a command, parsed from its options."""
+    """A command's inputs, parsed from its options."""
 
     content: dict[str, Any]  # the DeepSpeed JSON, ready to paste
     counted: dict[str, Any]  # the JSON, with assumed values in place of "auto"
-    filled: dict[str, Any]  # key of the JSON -> assumed value
+    filled: dict[str, Any]  # assumed values by key of the JSON
     config: SequenceParallelConfig  # from the section of the JSON
     model: Model
-    seq: int  # tokens of a sequence
+    seq: int  # number of tokens per sequence
     job: Job  # the model, the length, and the parts of the JSON that affect memory or time
-    machine: Machine | None  # None: no machine is named
-    memory: int | None  # bytes of a rank; None: the machine's
+    machine: Machine | None  # None if no machine is named
+    memory: int | None  # memory per rank in bytes; None to use the machine's memory
     world: int  # ranks of the job
-    per_node: int | None  # ranks per node; None: unknown
-    lengths: tuple[int, ...] = ()  # lengths of an optimizer step's samples, which form packs
+    per_node: int | None  # ranks per node; None if unknown
+    lengths: tuple[int, ...] = ()  # lengths of the samples in an optimizer step, which form packs
 
     @classmethod
     def of(cls, args: argparse.Namespace, seq: int | None = None, machine: Machine | None = None) -> Inputs:
@@ -101,8 +102,8 @@ class Inputs:
 
         Args:
             args: The parsed options.
-            seq: Length in tokens if the options give none.
-            machine: Machine if neither the options nor the section name one.
+            seq: The length in tokens if the options specify no length.
+            machine: The machine if neither the options nor the section name a machine.
 
         Raises:
             ConfigError: The options or settings are invalid.
@@ -126,13 +127,13 @@ class Inputs:
                 "memory, plan and tune need --seq-len N; plan and tune take --documents FILE too, with the lengths of "
                 "those of a sequence; got none of them"
             )
-        from ..models import numbers_of  # imports torch, which takes seconds
+        from ..models import numbers_of  # imported here, since torch takes seconds to import
 
         model, counted = numbers_of(args.model), copy.deepcopy(content)
         filled = fill_in(counted, model.hidden)
         job = Job.of(DeepSpeedJson.read(counted, args.config))
-        pictures = _pictures(args, model, seq)
-        job = dataclasses.replace(job, model=model, seq=seq, checkpointing=not args.no_checkpointing, pictures=pictures)
+        images = _images(args, model, seq)
+        job = dataclasses.replace(job, model=model, seq=seq, checkpointing=not args.no_checkpointing, images=images)
         return cls(
             content=content, counted=counted, filled=filled, config=config, model=model, seq=seq, job=job,
             machine=loaded,
@@ -141,18 +142,18 @@ class Inputs:
         )  # fmt: skip
 
     def require_machine(self, args: argparse.Namespace) -> None:
-        """Raise ConfigError if --memory is given without a machine."""
+        """Raise ConfigError if `--memory` is given without a machine."""
         if self.memory is not None and args.machine is None and self.config.machine == "auto":
             raise ConfigError("--memory is of a machine's rank; got no machine, say --machine too")
 
     @property
     def per_rank(self) -> int:
-        """Maximum number of tokens per rank in a pack."""
+        """The maximum number of tokens per rank in a pack."""
         assert self.config.tokens_per_rank != "auto"
         return self.config.tokens_per_rank
 
     def request(self, job: Job | None = None) -> Request:
-        """Return the planner's request for the settings that the section leaves open, on the named machine."""
+        """Return the planner's request for the settings that are not set in the section, on the named machine."""
         assert self.machine is not None
         job = job or self.job
         given = {name: value for name, value in self.content.get(SECTION, {}).items() if name not in PLAN_REQUESTS}
@@ -162,7 +163,7 @@ class Inputs:
 
 
 def _pack(args: argparse.Namespace, config: SequenceParallelConfig, world: int) -> int:
-    """Return the maximum number of tokens in a pack, for --lengths."""
+    """Return the maximum number of tokens in a pack for `--lengths`."""
     if args.seq_len is not None or getattr(args, "documents", None) is not None:
         raise ConfigError("--lengths says how long samples are; got --seq-len or --documents too, leave them out")
     if config.tokens_per_rank == "auto" or config.auto_fields:
@@ -174,29 +175,29 @@ def _pack(args: argparse.Namespace, config: SequenceParallelConfig, world: int) 
     return config.tokens_per_rank * (world if config.size == "auto" else config.size)
 
 
-def _pictures(args: argparse.Namespace, model: Model, seq: int) -> Pictures | None:
-    """Return the pictures of a sequence of `seq` tokens; None without --pictures."""
-    names = ("--pictures", "--picture-tokens", "--picture-patches")
+def _images(args: argparse.Namespace, model: Model, seq: int) -> Images | None:
+    """Return the images in a sequence of `seq` tokens, or None without `--images`."""
+    names = ("--images", "--image-tokens", "--image-patches")
     values = [getattr(args, name.strip("-").replace("-", "_"), None) for name in names]
     number, of_each, patches = (text and tokens(name, text) for name, text in zip(names, values, strict=True))
     tower = model.tower
     if number is None and of_each is None and patches is None:
         return None
     if number is None or tower is None or getattr(args, "lengths", None) is not None:
-        got = "a model without a tower" if tower is None else "--lengths" if number else "no --pictures"
-        raise ConfigError(f"--pictures is of models with a tower, for a sequence; got {got}, leave one of them out")
+        got = "a model without a tower" if tower is None else "--lengths" if number else "no --images"
+        raise ConfigError(f"--images is of models with a tower, for a sequence; got {got}, leave one of them out")
     of_each = of_each or tower.tokens
     patches = patches or (of_each and tower.patches_a_token and of_each * tower.patches_a_token) or tower.patches
     if not of_each or not patches:
         missing = names[1] if not of_each else names[2]
-        raise ConfigError(f"--pictures needs {missing}, because the model's config gives no fixed number; got none")
+        raise ConfigError(f"--images needs {missing}, because the model's config gives no fixed number; got none")
     if number * of_each > seq:
-        raise ConfigError(f"--pictures must fit {seq} tokens; got {number} of {of_each} tokens, raise --seq-len")
-    return Pictures(number, of_each, patches)
+        raise ConfigError(f"--images must fit {seq} tokens; got {number} of {of_each} tokens, raise --seq-len")
+    return Images(number, of_each, patches)
 
 
 def _world(args: argparse.Namespace, per_node: int | None) -> int:
-    """Return the number of ranks of the job. `per_node` is the number of ranks per node, if known."""
+    """Return the number of ranks in the job. `per_node` is the number of ranks per node, if known."""
     if args.ranks is not None and args.nodes is not None:
         raise ConfigError(
             f"--ranks or --nodes says the ranks of a job; got both, {args.ranks:.60} and {args.nodes:.60}"
@@ -212,7 +213,7 @@ def _world(args: argparse.Namespace, per_node: int | None) -> int:
 
 
 def count(name: str, text: str, units: bool = False) -> int:
-    """Parse the positive integer in an option; with `units`, the suffixes K and M are allowed.
+    """Parse the positive integer in an option. With `units`, the suffixes K and M are allowed.
 
     Raises:
         ConfigError: The text is not a positive integer.
@@ -233,7 +234,7 @@ def tokens(name: str, text: str) -> int:
 
 
 def lengths_in(name: str, file: str) -> tuple[int, ...]:
-    """Return the lengths in an option's file: integers separated by spaces or newlines.
+    """Return the lengths in an option's file, which contains integers separated by spaces or newlines.
 
     Raises:
         ConfigError: The file contains anything else.
@@ -260,7 +261,7 @@ def gibibytes(name: str, text: str) -> int:
 
 
 def content_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the DeepSpeed JSON with the values of --set. Raise ConfigError if DeepSpeed rejects the JSON."""
+    """Return the DeepSpeed JSON with the values from `--set`. Raise ConfigError if DeepSpeed rejects the JSON."""
     content = copy.deepcopy(DEFAULTS) if args.config is None else dict(DeepSpeedJson.read(args.config).content)
     for text in args.set:
         name, equals, value = text.partition("=")
@@ -277,10 +278,11 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
         inside[key] = parse_json(value, "a value", f"--set {name}", or_text=True)
     given = DeepSpeedJson.read(content, args.config)
     if args.config is not None or any("." in text.partition("=")[0] for text in args.set):
-        given.check()  # takes seconds to import DeepSpeed
+        given.check()  # importing DeepSpeed takes seconds
     zero = given.known.zero_optimization
     if zero.optimizer_away and content.get("optimizer") == DEFAULTS["optimizer"]:
-        del content["optimizer"]["params"]["torch_adam"]  # on a host, DeepSpeed's own AdamW is many times faster
+        # with offloading to the host, DeepSpeed's own AdamW is many times faster
+        del content["optimizer"]["params"]["torch_adam"]
     if zero.offload_optimizer.super_offload:
         raise ConfigError(
             "memory and plan know offload_optimizer without super_offload; got super_offload true, leave it out"
@@ -289,9 +291,9 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
-    """Replace each "auto" that affects memory by an assumed value, and return the assumed values by key.
+    """Replace each "auto" that affects memory with an assumed value, and return the assumed values by key.
 
-    Bucket sizes are computed from the model, as the Trainer does. Other values, which the Trainer would read from its
+    Bucket sizes are computed from the model, as in the Trainer. All other values, which the Trainer would read from its
     arguments, are set to common defaults.
     """
     assumed = {

@@ -1,4 +1,4 @@
-"""Show and predict the packs of an optimizer step with samples of many lengths (docs/lengths.md)."""
+"""Show the packs of an optimizer step with samples of many lengths, and predict time and memory (docs/lengths.md)."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .assumed import Answer
 from .options import GIB, Inputs, lengths_in
 
 HEAD = ["s a step", "tokens/s", "GiB a rank", "configuration"]
-WIDTH = 64  # characters for the maximum tokens of a rank
+WIDTH = 64  # number of characters for the largest number of tokens on a rank
 SHARED, WHOLE = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "-="
 
 
 class Packing(NamedTuple):
     """Predictions for the packs of a step."""
 
-    config: SequenceParallelConfig  # resolved, with the Ulysses size of the packs that need most memory
+    config: SequenceParallelConfig  # resolved, with the Ulysses size of the packs that need the most memory
     packed: Packed
     memory: Footprint  # memory of a pack of maximum size
 
     @classmethod
     def of(cls, inputs: Inputs, size: int, machine: Machine) -> Packing:
-        """Return the prediction for groups of `size` ranks."""
+        """Return the predictions for groups of `size` ranks."""
         limits.check("ranks that share packs", size, limits.MAX_COMPARED_RANKS, "say --set size=8, or what is meant")
         config = dataclasses.replace(inputs.config, size=size)
         config = config.resolve(inputs.world, (inputs.model.heads, inputs.model.kv_heads), machine.per_node)
@@ -50,7 +50,7 @@ class Packing(NamedTuple):
 
 
 def config_of(inputs: Inputs) -> tuple[SequenceParallelConfig, list[str]]:
-    """Return (the configuration of the pack that needs most memory, lines about the step's packs)."""
+    """Return (the configuration for the pack that needs the most memory, lines about the step's packs)."""
     size = inputs.seq // inputs.per_rank
     packing = Packing.of(inputs, size, inputs.machine or Machine.load(DEFAULT))
     return packing.config, [f"a pack has at most {size} x {inputs.per_rank:,} tokens", *summary(packing.packed)]
@@ -116,7 +116,7 @@ def summary(packed: Packed) -> list[str]:
 
 
 def show(args: argparse.Namespace, config: SequenceParallelConfig) -> None:
-    """Draw the packs of a step with their assignment to ranks. `config` contains the settings of the command."""
+    """Draw the packs of a step and their assignment to ranks. `config` contains the command's settings."""
     from ..models import numbers_of  # imports torch, which takes seconds
 
     lengths, machine = lengths_in("--lengths", args.lengths), Machine.load(args.machine or DEFAULT)
@@ -156,9 +156,7 @@ def _lines(packed: Packed) -> Iterator[str]:
 
 
 def _drawn(pack: Pack, rank: int, widest: int) -> str:
-    """Draw a rank's tokens as characters: a letter for each shared document, alternating characters for whole
-    documents.
-    """
+    """Draw a rank's tokens as characters. Each shared document is a letter, and whole documents alternate."""
     text, held = "", 0
     for number, part in enumerate(pack.parts[rank]):
         held += part.tokens

@@ -1,6 +1,6 @@
-"""Implementation of `python -m ds_seqpar plan`, which sorts the configurations that fit by estimated time.
+"""Implementation of `python -m ds_seqpar plan`, which sorts the configurations that fit into memory by estimated time.
 
-The output also lists why other configurations are rejected.
+The output also lists the reasons for rejecting all other configurations.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .options import (
     GIB,
     UNITS_HELP,
     Inputs,
+    add_images,
     add_lengths,
     add_options,
-    add_pictures,
     add_ranks,
     count,
     lengths_in,
@@ -32,7 +32,7 @@ from .options import (
 
 SUMMARY = "order the configurations that fit a machine by a plain estimate of their time; nothing is run"
 HEAD = ["s a sequence", "tokens/s", "GiB a rank", "MiB in node", "MiB between", "messages", "configuration"]
-REASONS = 16  # maximum lines of "why not others" in the table
+REASONS = 16  # maximum number of "why not others" lines in the table
 MIB = 2**20
 
 
@@ -40,12 +40,15 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help=SUMMARY, description=f"{SUMMARY}; what --set says is not searched")
     add_ranks(parser)
     add_lengths(parser)
-    add_pictures(parser)
+    add_images(parser)
     add_request(parser, f"the section's machine or {DEFAULT} by default; one of {', '.join(presets())}")
 
 
 def add_request(parser: argparse.ArgumentParser, machine: str) -> None:
-    """Add the options of `request_of`, except those for ranks. `machine` is the help text of --machine."""
+    """Add the options that `request_of` reads, except the options for ranks.
+
+    `machine` is the help text for `--machine`.
+    """
     parser.add_argument("--documents", metavar="FILE", help="lengths of the documents that a sequence is a pack of")
     parser.add_argument("--sequences", metavar="N", help="sequences of a step; default: as many as there are ranks for")
     parser.add_argument("--window", metavar="N", help=f"tokens of the attention's window, {UNITS_HELP}")
@@ -117,7 +120,7 @@ def title(request: Request) -> str:
 
 
 def rates(machine: Machine, dtype: str) -> str:
-    """Return a line with the rates that the estimate uses."""
+    """Return a line with the rates used in the estimate."""
     attention, matrices = (rates.get(dtype, 0) / 1e12 for rates in (machine.attention, machine.matrices))
     links = f"{machine.inside.rate / 1e9:.3g} GB/s in a node and {machine.between.rate / 1e9:.3g} between nodes"
     return f"rates of a rank: attention {attention:.3g} TFLOP/s, matrix products {matrices:.3g}, links {links}"
@@ -126,7 +129,7 @@ def rates(machine: Machine, dtype: str) -> str:
 def _rows(request: Request, ranked: Sequence[Planned]) -> Iterator[list[str]]:
     """Yield a table row for each distinct answer.
 
-    Schedules that are estimated as equally fast on the same number of ranks share the row of the first such schedule.
+    Schedules with the same estimated time on the same number of ranks share one row.
     """
     answers: dict[tuple, list[Planned]] = {}
     for planned in ranked:
@@ -143,7 +146,7 @@ def _rows(request: Request, ranked: Sequence[Planned]) -> Iterator[list[str]]:
 
 
 def traffic(planned: Planned) -> list[str]:
-    """Return the table cells for the data that a rank receives per layer in attention, forward and backward."""
+    """Return the table cells for the data that a rank receives per layer in attention, in forward and backward."""
     forward, backward = planned.estimate.forward, planned.estimate.backward
     sizes = forward.inside + backward.inside, forward.between + backward.between
     return [*(f"{size / MIB:,.1f}" for size in sizes), str(forward.messages + backward.messages)]
@@ -155,7 +158,7 @@ def in_words(planned: Planned) -> str:
 
 
 def numbers_of(request: Request, planned: Planned) -> dict[str, Any]:
-    """Return a configuration for --json, in seconds and bytes."""
+    """Return a configuration's entry for `--json`, with times in seconds and sizes in bytes."""
     memory, estimate = planned.memory, planned.estimate
     return {
         "section": planned.config.section(),

@@ -1,4 +1,4 @@
-"""Print the JSON schema of a DeepSpeed JSON with our section, for editors."""
+"""Print the JSON schema for a DeepSpeed JSON that contains our section, for use in editors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a DeepSpeed JSON, without DeepSpeed's own keys."""
+    """Return the JSON schema for a DeepSpeed JSON, excluding DeepSpeed's own keys."""
     section = {"type": "object", "properties": properties(), "additionalProperties": False}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -1,4 +1,4 @@
-"""Implementation of `ds-seqpar show`, which shows the steps of a schedule as a table, a picture or a timeline."""
+"""Implementation of `ds-seqpar show`, which shows a schedule's steps as a table, an image or a timeline."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _settings_options() -> dict[str, dict[str, Any]]:
-    """Return the keyword arguments of each setting's option, by setting name."""
+    """Return the keyword arguments for each setting's option, by setting name."""
     options: dict[str, dict[str, Any]] = {
         "ulysses": {"type": int, "help": "ranks that exchange heads; the schedule runs on the others; default: 1"},
         "head_chunks": {"type": int, "help": "chunks of the heads, attended to one after the other"},
@@ -172,7 +172,7 @@ def _check_limits(args: argparse.Namespace) -> None:
 
 
 def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
-    """Return a function that maps a q block and a kv block to the visible share of their product, from 0 to 1."""
+    """Return a function that maps a q block and a kv block to the visible fraction of their product, from 0 to 1."""
 
     @functools.cache
     def share(q: int, kv: int) -> float:
@@ -184,9 +184,10 @@ def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
 
 
 def exchange_bytes_per_token(shape: Shape, ulysses_size: int, exchange: HeadExchange) -> float:
-    """Return the bytes that a Ulysses rank receives from the others in an exchange, per token of the CP rank.
+    """Return the number of bytes per token that a Ulysses rank receives from other ranks in an exchange.
 
-    All Ulysses ranks are assumed to have equal shares. `shape` describes the Ulysses rank's inner tensors.
+    Tokens are counted per CP rank, and all Ulysses ranks are assumed to have equal shares. `shape` describes the
+    Ulysses rank's inner tensors.
     """
     size = token_bytes(shape.field(name) for name in exchange.fields)
     return shape.batch * size * (ulysses_size - 1) / ulysses_size

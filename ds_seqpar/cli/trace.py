@@ -12,7 +12,7 @@ from ..base.errors import ConfigError, ranks_in_words
 from ..base.files import write_text
 
 Trace = Mapping[str, Any]  # in Chrome's trace event format, as written by torch.profiler
-# events that are replaced, since each rank's processes receive new names and numbers
+# events that are replaced, since each rank's processes get new names and numbers
 PROCESS = ("process_name", "process_labels", "process_sort_index")
 
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def joined(by_rank: Mapping[int, Trace]) -> dict[str, Any]:
-    """Return a single trace with a process "rank 3" for rank 3, and a process "rank 3 GPU 0" for its GPU."""
+    """Return a single trace in which rank 3 has a process "rank 3", and its GPU has a process "rank 3 GPU 0"."""
     events: list[dict[str, Any]] = []
     pids: dict[tuple[int, int], int] = {}
     arrows: dict[tuple[int, Any], int] = {}
@@ -46,7 +46,7 @@ def joined(by_rank: Mapping[int, Trace]) -> dict[str, Any]:
     for rank, trace in sorted(by_rank.items()):
         later = (trace.get("baseTimeNanoseconds", 0) - start) / 1e3  # us
         labels = {e["pid"]: e["args"]["labels"] for e in trace["traceEvents"] if e["name"] == "process_labels"}
-        # the profiler lists all GPUs of a host, and lists itself under pids that are strings
+        # the profiler lists all of a host's GPUs, and lists itself under pids that are strings
         shown = {e["pid"] for e in trace["traceEvents"] if e["ph"] == "X" and isinstance(e["pid"], int)}
         for pid in sorted(shown, key=lambda pid: labels.get(pid) != "CPU"):
             number = pids[rank, pid] = len(pids)
@@ -65,7 +65,7 @@ def joined(by_rank: Mapping[int, Trace]) -> dict[str, Any]:
 
 
 def _read(path: str) -> Trace:
-    """Return the trace in a file. Raise ConfigError unless the file contains the trace of a rank."""
+    """Return the trace in a file. Raise ConfigError unless the file contains a rank's trace."""
     needs = "joining needs traces that torch.profiler wrote on ranks, after init_process_group; got"
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:

@@ -1,7 +1,7 @@
 """Implementation of `deepspeed --module ds_seqpar tune`, which measures a training step of the best plans.
 
 The measurement runs the real engine and a randomly initialized model on the available ranks. Finally, the fastest plan
-is measured with every other attention kernel.
+is measured with all other attention kernels.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ SLOW = ("reference", "chunked")  # kernels to skip
 
 
 class Measured(NamedTuple):
-    """A plan, and the measured time per step on the slowest rank."""
+    """A plan and the time per step that was measured on the slowest rank."""
 
     planned: Planned
-    seconds: float  # per step of one micro-batch
-    memory: int | None  # peak bytes of tensors on a GPU; None on CPUs
+    seconds: float  # per step with one micro-batch
+    memory: int | None  # peak tensor memory on a GPU in bytes; None on CPUs
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command. Collective over the launched ranks.
+    """Run the command. The call is collective across the launched ranks.
 
     Raises:
         Told: A rank cannot read the options, or no configuration fits or runs. Raised on all ranks.
@@ -94,7 +94,7 @@ def _measured_rows(args: argparse.Namespace, is_first: bool) -> tuple[Inputs, Re
             told = f"{rows[-1].seconds:.3g} s a step"
         except CommunicationError:
             raise
-        except SeqParError as reason:  # this model or kernel does not support the settings or blocks, on every rank
+        except SeqParError as reason:  # the model or kernel does not support the settings or blocks, on any rank
             told = f"cannot run: {reason}"
         if is_first:
             print(f"tune: {name}: {told}", flush=True)
@@ -111,7 +111,7 @@ def _measured_rows(args: argparse.Namespace, is_first: bool) -> tuple[Inputs, Re
 
 
 def _other_kernels(request: Request, planned: Planned, device: torch.device) -> list[str]:
-    """Return the kernels that support the model's blocks, without the one that "auto" chooses."""
+    """Return the kernels that support the model's blocks, excluding the kernel that "auto" selects."""
     heads, dtype = largest_share(*request.heads, planned.config.ulysses), getattr(torch, request.job.dtype)
     spec = BlockSpec(device.type, dtype, *heads, request.model.head_dim)
     others = {*SLOW, select("auto", spec).name}
@@ -119,8 +119,8 @@ def _other_kernels(request: Request, planned: Planned, device: torch.device) -> 
 
 
 def _measure(place: str, inputs: Inputs, request: Request, planned: Planned, steps: int) -> Measured:
-    """Train for one warm-up step and several measured steps. Collective."""
-    import deepspeed  # takes seconds
+    """Train for one warm-up step and several measured steps. The call is collective."""
+    import deepspeed  # imported here, since DeepSpeed takes seconds to import
 
     job, world = request.job, groups.control_world(gloo_meets_hosts)
     section = {**planned.config.section(), "prove": "never"}
@@ -129,7 +129,7 @@ def _measure(place: str, inputs: Inputs, request: Request, planned: Planned, ste
     content |= {"steps_per_print": 10**9}
     content.pop("train_batch_size", None)
     level = logging.root.manager.disable
-    logging.disable(logging.INFO)  # DeepSpeed's messages about each engine
+    logging.disable(logging.INFO)  # hides DeepSpeed's messages about each engine
     try:
         torch.manual_seed(0)
         sharded = {name: value for name, value in content.items() if name != SECTION}

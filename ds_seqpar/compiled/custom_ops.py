@@ -1,8 +1,9 @@
-"""Attention and its backward as torch.library ops, since compilers and dispatch modes must see each as a single op.
+"""torch.library ops for attention and its backward.
 
-torch.compile does not trace into these ops. A selective checkpoint can save the result of `ds_seqpar::attention` and
-recompute everything else (DistFlashAttn, section 3.3). Ops accept only tensors and numbers, so other objects are passed
-as integer handles.
+Compilers and dispatch modes must see attention as a single op, and torch.compile does not trace into such an op.
+
+A selective checkpoint can save the result of `ds_seqpar::attention` and recompute everything else (DistFlashAttn,
+section 3.3). Ops accept only tensors and numbers, so other objects are passed as integer handles.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from ..core.runtime.runtime import Runtime
 def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
     """Compute `core.runtime.attention.attention` as a single op.
 
-    In a checkpointed function, the op runs inside the autograd function, so that the second run can replay its results.
+    In a checkpointed function, the op runs inside the autograd function, so that the recomputation can replay the op's
+    results.
     """
     if call.checkpointed:
         forward = functools.partial(_forward, call.runtime)
@@ -42,16 +44,14 @@ def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
 
 
 def runs_as_op() -> bool:
-    """Return whether attention must run as a single op, for a compiler or a dispatch mode (such as a selective
-    checkpoint's).
-    """
+    """Return whether a compiler, or a dispatch mode such as a selective checkpoint, needs attention as a single op."""
     return torch.compiler.is_compiling() or compat.dispatch_modes() > 0
 
 
 def _forward(
     runtime: Runtime, tensors: Tensors, sinks: Tensor | None, settings: CallSettings, agreement: Tensor | None = None
 ) -> list[Tensor]:
-    """Compute `Runtime.forward` as an op, encoding the settings as numbers."""
+    """Compute `Runtime.forward` as an op, with the settings encoded as numbers."""
     mask, shards, scores, head_chunks, saves, lse, operator, v_dim, layer = settings
     numbers = runtime.handle, mask.handle, handle_of_shards(shards), *scores, head_chunks, int(saves)
     sizes = _sizes(runtime, tensors[0], tensors[1], shards)
@@ -62,7 +62,7 @@ def _settings(
     mask: int, shards: int, scale: float, softcap: float, head_chunks: int, saves: int, operator: str, v_dim: int,
     lse: bool, layer: int | None = None,
 ) -> CallSettings:  # fmt: skip
-    """Decode the settings from the numbers that `_forward` passes."""
+    """Decode the settings from the numbers passed by `_forward`."""
     what = Scores(scale, softcap), head_chunks, SavedForBackward(saves), lse, OPERATORS[operator], v_dim, layer
     return CallSettings(object_of(mask), shards_of(shards), *what)
 
@@ -71,8 +71,8 @@ def _sizes(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards | None) -> lis
     """Return the sizes from which the op's fake implementation derives the shapes of results.
 
     Returns:
-        [1 if all operands are sent in one message else 0, ulysses_size, ulysses_rank, the CP rank's q tokens, its k/v
-        tokens].
+        [1 if all operands are sent in one message else 0, ulysses_size, ulysses_rank, the CP rank's number of q tokens,
+        the CP rank's number of k/v tokens].
     """
     if shards is None:
         return [1, *runtime.ulysses, q.shape[1] * runtime.ulysses.size, k.shape[1] * runtime.ulysses.size]
@@ -90,15 +90,15 @@ def attention_op(
     """Compute attention's forward pass.
 
     Args:
-        sizes: The result of `_sizes`. The sizes are an argument because several ranks share a compiler's cache.
-        agreement: A tensor that must be computed before anything is sent.
+        sizes: The result of `_sizes`. The sizes are an argument because several ranks may share a compiler cache.
+        agreement: A tensor that must be computed before any data is sent.
 
     Returns:
         The results of `Runtime.forward`.
     """
     settings = _settings(mask, shards, scale, softcap, head_chunks, saves, operator, v_dim, lse, layer)
     results = object_of(handle).forward(tuple(tensors), sinks, settings)
-    # keeps the objects alive until backward, since a compiled graph holds only handles; attached to the lse tensor
+    # keeps the objects alive until backward, since a compiled graph only stores handles; attached to the lse tensor
     results[1].untyped_storage().settings = settings
     return results
 

@@ -20,10 +20,10 @@ from .compiler.sharding.heads import check_heads, even_ulysses, largest_share
 from .compiler.sharding.layout import Axes, Topology, axis_order, divisors
 from .compiler.tiles.launches import KERNELS
 
-CONFIGURATION = "sequence parallel configuration"  # name in messages of what ranks agree on
+CONFIGURATION = "sequence parallel configuration"  # name used in messages about what ranks agree on
 UNREADABLE = "SequenceParallel needs a configuration that can be read; reading it"
 if TYPE_CHECKING:
-    Count: TypeAlias = int | Any  # "auto" until `resolve` has chosen one
+    Count: TypeAlias = int | Any  # "auto" until `resolve` has chosen a number
 else:
     Count = Annotated[int, Field(ge=1)] | Literal["auto"]
 AxisNames: TypeAlias = Annotated[tuple[str, ...], Strict(False)]  # also accepts a list
@@ -48,7 +48,7 @@ PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that request a plan, and ar
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """The allowed values of a setting, including registered ones. `read` checks values that begin with one of the
+    """The allowed values of a setting, including registered values. `read` checks values that begin with one of the
     prefixes.
     """
 
@@ -74,135 +74,140 @@ class OneOf:
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class SequenceParallelConfig:
-    """Settings for sharing one sequence among `size` ranks, named as in the `"sequence_parallel"` section.
+    """Settings for sharing one sequence among `size` ranks. Names are the same as in the `"sequence_parallel"` section.
 
-    Every setting has a default. For most settings the default is `"auto"`, which `resolve` replaces. A schedule's own
-    settings (`rows`, `ring_size`, ...) are set and read like the settings below; `python -m ds_seqpar show --help`
-    lists them.
+    Every setting has a default. Most settings default to `"auto"`, which `resolve` replaces. A schedule's own settings
+    (`rows`, `ring_size`, ...) are used in the same way as the settings below. To list them, run `python -m ds_seqpar
+    show --help`.
 
     Args:
-        schedule_options: Settings of the schedule by name, which may also be passed as keywords.
-        auto_fields: Settings that `memory="auto"` must still choose, by default all memory settings that are not given.
-        **settings: The settings below, and the settings of schedules.
+        schedule_options: The schedule's own settings, by name. These settings may also be passed as keyword arguments.
+        auto_fields: Settings that `memory="auto"` must still choose. Defaults to all memory settings that are not
+            given.
+        **settings: The settings below, and schedules' own settings.
 
     Raises:
-        ConfigError: A setting does not exist, or its value is invalid regardless of other settings.
+        ConfigError: A setting does not exist, or has a value that is invalid regardless of other settings.
     """
 
     __pydantic_config__ = STRICT
 
     size: Count = "auto"
-    """Number of ranks that share one sequence (P). `"auto"` uses all ranks of the job."""
+    """Number of ranks that share one sequence (P). `"auto"` uses all ranks in the job."""
     ulysses: Count = "auto"
     """Number of ranks that exchange tokens for heads in an all-to-all (U), at most the number of query heads. The
-    schedule runs on `size / ulysses` ranks. `"auto"` selects the largest U that divides `size`, shares the heads
-    equally and fits the schedule's shape, or 1 if the heads are unknown."""
+    schedule runs on `size / ulysses` ranks. `"auto"` selects the largest U that divides `size`, divides the heads
+    evenly and fits the schedule's shape, or 1 if the number of heads is unknown."""
     schedule: Annotated[
         str, OneOf("schedule", lambda: ("auto", *schedules.SCHEDULES), schedules.READERS, schedules.schedule)
     ] = "auto"
-    """Schedule of the `size / ulysses` ranks: a built-in name, a registered name, or a plan in a file. Plans can be
-    printed with `show --plan` or written by hand. `"auto"` selects `"ring"`."""
+    """Schedule for the `size / ulysses` ranks: a built-in schedule, a registered schedule, or a plan in a file. Plans
+    can be printed with `show --plan` or written by hand. `"auto"` selects `"ring"`."""
     layout: Annotated[str, OneOf("layout", lambda: ("auto", *layouts.LAYOUTS))] = "auto"
     """How tokens are assigned to ranks. `"contiguous"` assigns consecutive tokens to each rank. `"zigzag"` assigns
-    chunks r and 2A-1-r of 2A to rank r, which balances causal work in every step. `"striped"` assigns every A-th token
-    to the same rank (Striped Attention). `"balanced"` divides packed documents into shares of equal work, and a single
-    document as `"zigzag"` does. `"auto"` selects the schedule's own layout, usually `"balanced"`."""
+    chunks r and 2A-1-r of 2A chunks to rank r, which balances causal work in every step. `"striped"` assigns every A-th
+    token to the same rank (Striped Attention). `"balanced"` divides packed documents into shares with equal work, and
+    is the same as `"zigzag"` for a single document. `"auto"` selects the schedule's own layout, usually
+    `"balanced"`."""
     rotate_forward: Rotate = "auto"
-    """Operand that rotates in forward: `"kv"`, or `"q"` with its partial results. `"auto"` selects the operand that
-    sends fewer bytes."""
+    """Operand that rotates in the forward pass: `"kv"`, or `"q"` with its partial results. `"auto"` selects the operand
+    for which fewer bytes are sent."""
     rotate_backward: Rotate = "auto"
-    """Operand that rotates in backward: `"kv"` with its gradients, or `"q"` with the output's gradient and dq. `"auto"`
-    selects the operand that sends fewer bytes."""
+    """Operand that rotates in the backward pass: `"kv"` with its gradients, or `"q"` with the output's gradient and dq.
+    `"auto"` selects the operand for which fewer bytes are sent."""
     overlap: bool = False
     """Send single blocks instead of using collectives, and compute products in the order in which operands arrive."""
     rank_order: AxisNames | Annotated[str, OneOf("rank_order", lambda: RANK_ORDERS)] = "auto"
-    """Order of the axes over ranks, fastest-varying first: a list of axis names, or a preset. `"ulysses_intra"` (also
-    the choice of `"auto"`) keeps the Ulysses all-to-all within a node. `"collectives_intra"` keeps the gathers of a
-    schedule within a node, and `"ring_intra"` keeps the ring of a schedule within a node (WallFacer)."""
+    """Order of the rank axes, fastest-varying first, as a list of axis names or a preset. `"ulysses_intra"` (the choice
+    of `"auto"`) keeps the Ulysses all-to-all within a node. `"collectives_intra"` keeps a schedule's gathers within a
+    node, and `"ring_intra"` keeps a schedule's ring within a node (WallFacer)."""
     comm_dtype: CommDtype = "fp32"
     """Dtype of partial outputs and gradients sent between ranks: `"fp32"` (fp64 for fp64 inputs) or `"bf16"`. fp16 is
-    not available, because gradients of a mean loss over many tokens would vanish."""
+    not available, because the gradients of a mean loss over many tokens would underflow."""
     kernel: Annotated[str, OneOf("kernel", lambda: KERNELS)] = "auto"
-    """Attention kernel for blocks. `"auto"` selects the first kernel that supports the blocks."""
+    """Attention kernel. `"auto"` selects the first kernel that supports the call's blocks."""
     head_chunks: Count = 1
     """Number of chunks into which attention divides the heads, at most the number of key/value heads. Chunks are
-    computed one after the other, with buffers for a single chunk (Untied Ulysses). With `overlap`, Ulysses exchanges
-    run while another chunk is computed. With a `seq_len` or a `machine`, `"auto"` lets the planner choose. Without a
-    planner, `"auto"` selects the smallest number of chunks for which buffers take no more memory than q, k, v and out,
-    among the numbers that send no additional bytes."""
+    computed one after another, with buffers for a single chunk (Untied Ulysses). With `overlap`, a chunk's Ulysses
+    exchanges run while another chunk is computed. With `"auto"`, the planner chooses the number if `seq_len` or
+    `machine` is set. Otherwise, `"auto"` considers only numbers of chunks for which no additional bytes are sent, and
+    selects the smallest number for which the buffers take no more memory than q, k, v and out."""
     recompute_attention: bool = False
-    """With activation checkpointing, run attention and its communication again in backward. If false, attention's
-    results are kept, so attention runs once per step (DistFlashAttn)."""
+    """With activation checkpointing, run attention and its communication again in the backward pass. If false,
+    attention's results are kept, so attention runs only once per step (DistFlashAttn)."""
     save_qkv_after_all_to_all: bool | Literal["auto"] = "auto"
-    """Save the q, k and v that forward received in the Ulysses all-to-all. If false, backward exchanges q, k and v
-    again, which is slower but needs less memory. `"auto"` means false only if there are several `head_chunks`,
-    `overlap` is off, and no checkpoint keeps attention's results."""
+    """Save the q, k and v that the forward pass received in the Ulysses all-to-all. If false, the backward pass
+    exchanges q, k and v again, which is slower but needs less memory. `"auto"` means false only if there are several
+    `head_chunks`, `overlap` is off, and no checkpoint keeps attention's results."""
     offload_checkpoints: bool = False
-    """Move tensors saved by activation checkpoints to host memory until backward needs them."""
+    """Move tensors saved by activation checkpoints to host memory until the backward pass needs them."""
     mlp_tiles: Count = 1
-    """Number of tiles into which a patched model divides a rank's tokens when computing MLPs and norms (ALST). With
-    `"auto"`, each rank chooses the number in each forward."""
+    """Number of tiles into which a patched model divides a rank's tokens when it computes MLPs and norms (ALST). With
+    `"auto"`, each rank chooses the number in each forward pass."""
     loss_tiles: Count = 1
-    """Number of tiles into which a patched model divides a rank's tokens when computing logits and the loss. With
-    `"auto"`, each rank chooses the number in each forward."""
+    """Number of tiles into which a patched model divides a rank's tokens when it computes logits and the loss. With
+    `"auto"`, each rank chooses the number in each forward pass."""
     seq_len: Count = "auto"
-    """Number of tokens of the whole sequence for which `"auto"` settings are planned. With a `machine`, `"auto"` uses
-    the maximum length that a Trainer's data set reports."""
+    """Length in tokens of the whole sequence for which `"auto"` settings are planned. If `machine` is set, `"auto"`
+    uses the maximum length that a Trainer's data set reports."""
     tokens_per_rank: Count = "auto"
-    """Maximum number of tokens per rank in a micro-batch. Samples of an optimizer step are packed into micro-batches of
-    `tokens_per_rank * size` tokens. Short samples stay whole on one rank, and long samples are shared among ranks.
-    `"auto"` leaves batches unchanged."""
+    """Maximum number of tokens per rank in a micro-batch. The samples of an optimizer step are packed into
+    micro-batches of `tokens_per_rank * size` tokens. Short samples stay whole on one rank, and long samples are shared
+    among ranks. `"auto"` leaves batches unchanged."""
     machine: Annotated[str, Field(min_length=1)] = "auto"
-    """Machine for which `"auto"` settings are planned: the name of a preset, or a JSON file with its rates, links and
-    memory. With a `seq_len`, `"auto"` uses the devices and hosts that the ranks detect."""
+    """Machine for which `"auto"` settings are planned: the name of a preset, or a JSON file with the machine's rates,
+    links and memory. If `seq_len` is set, `"auto"` uses the devices and hosts that the ranks detect."""
     memory: Literal["given", "auto"] = "given"
-    """With `"auto"`, plan the fastest choice of `head_chunks`, `recompute_attention`, `save_qkv_after_all_to_all`,
-    `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits in memory. Settings that are given keep their
-    values."""
+    """With `"auto"`, choose the fastest combination of `head_chunks`, `recompute_attention`,
+    `save_qkv_after_all_to_all`, `offload_checkpoints`, `mlp_tiles` and `loss_tiles` that fits in memory. Settings with
+    explicit values keep those values."""
     agreement: Literal["auto", "always"] = "auto"
-    """When ranks check that they are about to run the same call. On CPUs, `"auto"` runs the agreement check before a
-    call sends anything. On accelerators, `"auto"` runs the agreement check before a call only if the call differs from
-    all earlier calls. All other calls on accelerators are checked at the end of each step, where hosts wait for one
-    another once. `"always"` runs the agreement check before every call, on any device."""
+    """When ranks check that they are about to run the same call. With `"auto"` on CPUs, every call is checked before
+    anything is sent. With `"auto"` on accelerators, a call is checked beforehand only if it differs from all earlier
+    calls. All other calls on accelerators are checked at the end of each step, when the hosts wait for one another
+    once. With `"always"`, every call on any device is checked beforehand."""
     recurrent_layers: Literal["auto", "heads", "states"] = "auto"
-    """How ranks share layers with a state, such as Mamba-2 layers. With `"heads"`, Ulysses ranks exchange heads, and CP
-    ranks pass states to the next CP rank. With `"states"`, all ranks pass states to the next rank. `"auto"` selects the
-    option that sends fewer bytes."""
+    """How ranks share recurrent layers, such as Mamba-2 layers. With `"heads"`, Ulysses ranks exchange heads, and each
+    CP rank passes states to the next CP rank. With `"states"`, every rank passes states to the next rank. `"auto"`
+    selects the option for which fewer bytes are sent."""
     latent_attention: Literal["auto", "expanded", "latent"] = "auto"
     """What latent attention (MLA) sends for each token. `"latent"` sends the latent vector, which every receiving rank
-    expands, and `"expanded"` sends expanded keys and values. `"auto"` sends the latent, unless the latent is no smaller
-    than keys and values, CP ranks have fewer tokens than the latent has elements, or there are several
-    `head_chunks`."""
+    expands. `"expanded"` sends expanded keys and values. `"auto"` selects `"latent"`, unless the latent vector is no
+    smaller than the keys and values, CP ranks have fewer tokens than the latent vector has elements, or there are
+    several `head_chunks`."""
     shared_prompts: Literal["auto"] | bool = "auto"
-    """Whether to compute a prompt only once if several rows begin with it, in calls that request per-token numbers,
-    such as those of trl's trainers. `"auto"` shares prompts if the model supports it and at least a tenth of the tokens
-    is saved. `true` always shares prompts, and raises an error if the model does not support it."""
+    """Whether a prompt at the start of several rows is computed only once. The setting applies to calls that request
+    per-token values, such as calls from trl's trainers. With `"auto"`, prompts are shared if the model supports sharing
+    and if sharing saves at least a tenth of the tokens. With `true`, prompts are always shared, and an error is raised
+    if the model does not support sharing."""
     divide_media: Literal["auto"] | bool = "auto"
-    """Whether ranks divide pictures, video frames and sounds, so that each rank computes the features of its own share.
-    `"auto"` divides media if a small copy of the model shows that the features of an item do not depend on other items.
-    `true` raises an error if a model's media cannot be divided. With `false`, every rank computes all features."""
+    """Whether images, video frames and audio clips are divided among ranks, so that each rank computes the features for
+    its own share. With `"auto"`, media are divided if a small copy of the model shows that an item's features do not
+    depend on other items. With `true`, an error is raised if a model's media cannot be divided. With `false`, every
+    rank computes all features."""
     prove: Literal["auto", "always", "never"] = "auto"
-    """Whether to compare unsharded and sequence-parallel results on a small copy of a transformers model before
-    patching the model. `"auto"` skips model families that the repository tests."""
+    """Whether to compare unsharded and sequence-parallel results on a small copy of a transformers model before the
+    model is patched. With `"auto"`, model families covered by the repository's tests are skipped."""
     doctor: bool = False
-    """Whether `initialize` and the Trainer spend some seconds checking the job before the first step. The checks cover
-    ranks, links, kernels, attention, and a small copy of the model with its loss, gradients and an optimizer step."""
+    """Whether `initialize` and the Trainer check the job before the first step, which takes a few seconds. The checks
+    cover ranks, links, kernels, attention, and a small copy of the model with its loss, its gradients and an optimizer
+    step."""
     max_ctas: Count = "auto"
-    """Maximum number of thread blocks, each occupying one SM, that a communication operation takes from concurrent
-    products on NVIDIA GPUs. `"auto"` uses NCCL's own number, up to 32."""
+    """Maximum number of thread blocks that a communication operation uses on NVIDIA GPUs. Each thread block occupies
+    one SM, which concurrent computation then cannot use. `"auto"` uses NCCL's own number, up to 32."""
     watchdog: Literal["end", "report"] = "end"
-    """What the watchdog does after it has reported which ranks have waited for which others for `watchdog_s` seconds.
-    `"end"` ends the job, and `"report"` continues to wait."""
+    """What the watchdog does after it reports which ranks have waited for other ranks for `watchdog_s` seconds. With
+    `"end"`, the job ends. With `"report"`, the ranks continue to wait."""
     watchdog_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Number of seconds that a rank waits for other ranks before the watchdog acts. `"auto"` uses half of the process
+    """Number of seconds that a rank waits for other ranks before the watchdog acts. `"auto"` uses half the process
     groups' timeout, but at least 60 seconds."""
     check_finite: bool = False
-    """Whether to check for NaN and inf, and to name the first place where one appears. The check waits for the device
-    in each layer."""
+    """Whether to check for NaN and inf and report where the first one appears. The check waits for the device in each
+    layer."""
     schedule_options: tuple[tuple[str, Any], ...] = ()
     """The schedule's own settings that are not `"auto"`, sorted by name."""
     auto_fields: tuple[str, ...] = ()
-    """The settings that `memory="auto"` must still choose."""
+    """Settings that `memory="auto"` must still choose."""
 
     def __init__(
         self,
@@ -245,7 +250,9 @@ class SequenceParallelConfig:
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> SequenceParallelConfig:
-        """Read the `"sequence_parallel"` section. Raises ConfigError for an unknown key, suggesting the closest."""
+        """Read the `"sequence_parallel"` section. Raise ConfigError for an unknown key, suggesting the closest
+        match.
+        """
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
         check_names(section)
@@ -254,17 +261,18 @@ class SequenceParallelConfig:
     def resolve(
         self, world_size: int, heads: tuple[int, int] | None = None, per_node: int | None = None
     ) -> SequenceParallelConfig:
-        """Return the same settings with every `"auto"` replaced, except numbers of tiles, which each forward chooses.
+        """Return the same settings with every `"auto"` replaced, except for the numbers of tiles, which are chosen in
+        each forward pass.
 
         Args:
-            world_size: Number of ranks of the job.
-            heads: The model's numbers of (query heads, key/value heads), if known.
-            per_node: Number of ranks per node; with "auto", `ulysses` stays within a node. If None, "auto" ignores
+            world_size: Number of ranks in the job.
+            heads: Tuple (number of query heads, number of key/value heads) of the model, if known.
+            per_node: Number of ranks per node, so that "auto" keeps `ulysses` within a node. If None, "auto" ignores
                 nodes.
 
         Raises:
-            ConfigError: `size` does not divide the world size, `ulysses` does not divide `size`, or `ulysses` does not
-                fit the heads.
+            ConfigError: `size` does not divide the world size, `ulysses` does not divide `size`, or `ulysses` is not
+                compatible with the number of heads.
         """
         if heads is not None and not (isinstance(heads, Sequence) and len(heads) == 2 and all(map(is_count, heads))):
             raise ConfigError(f"heads must be the model's numbers of query and key/value heads; got {heads!r}")
@@ -295,8 +303,8 @@ class SequenceParallelConfig:
     def _ulysses(self, heads: tuple[int, int] | None, per_node: int) -> int:
         """Return the configured Ulysses size, or the size that "auto" selects.
 
-        "auto" selects the largest size that stays within a node, divides the heads equally, and leaves each Ulysses
-        rank a head in every head chunk. The resulting number of CP ranks must fit the schedule's own settings.
+        "auto" selects the largest size that stays within a node, divides the heads equally, and gives each Ulysses rank
+        a head in every head chunk. The resulting number of CP ranks must fit the schedule's own settings.
         """
         ulysses = self.ulysses if self.ulysses != "auto" else 1
         if self.size % ulysses:
@@ -327,7 +335,7 @@ class SequenceParallelConfig:
         )
 
     def _check_own(self, chosen: Schedule) -> None:
-        """Raise ConfigError for a setting that belongs to another schedule."""
+        """Raise ConfigError if a setting belongs to another schedule."""
         known = schedules.settings()
         for name, _ in self.schedule_options:
             if (owner := known[name][1]) is not chosen:
@@ -337,7 +345,7 @@ class SequenceParallelConfig:
                 )
 
     def _check_choices(self, chosen: Schedule) -> None:
-        """Raise ConfigError for a value that this schedule does not support, suggesting schedules that do."""
+        """Raise ConfigError if this schedule does not support a value, suggesting schedules that do."""
         for name, legal in _choices(chosen).items():
             value = getattr(self, name)
             if isinstance(value, str) and value not in ("auto", *legal):
@@ -349,13 +357,13 @@ class SequenceParallelConfig:
 
     def _shape(self, heads: tuple[int, int] | None) -> tuple[tuple[str, Value], ...]:
         """Return the schedule's own settings with every "auto" replaced."""
-        if heads:  # all Ulysses ranks make the same choice: the choice of the busiest
+        if heads:  # all Ulysses ranks make the same choice as the busiest rank
             heads = largest_share(*heads, self.ulysses)
         options, cp_size = dict(self.schedule_options), self.size // self.ulysses
         return tuple(self.chosen_schedule.shaped(cp_size, options, heads, self.layout).items())
 
     def section(self) -> dict[str, Any]:
-        """Return a resolved config as a section of a DeepSpeed JSON: size, ulysses, schedule, and all non-default
+        """Return a resolved config as a section of a DeepSpeed JSON, with size, ulysses, schedule and all non-default
         values.
 
         Settings that requested a plan are omitted.
@@ -377,7 +385,7 @@ class SequenceParallelConfig:
         return self.chosen_schedule.axes(self.size // self.ulysses, dict(self.schedule_options))
 
     def topology(self, world_size: int) -> Topology:
-        """Return all ranks of the job as named axes, for a resolved config."""
+        """Return all ranks in the job as named axes, for a resolved config."""
         chosen, axes = self.chosen_schedule, self.cp_axes
         order, data = axis_order(axes, self.rank_order, chosen.rank_orders), world_size // self.size
         return Topology.of(axes, ulysses=self.ulysses, data=data, order=order, collective_axes=chosen.collective_axes)
@@ -386,15 +394,15 @@ class SequenceParallelConfig:
     def asks_for_plan(self) -> bool:
         """Whether the settings request a plan.
 
-        A plan is requested if `seq_len` or `machine` is given and a setting in `PLANNED` is "auto", or if `memory` is
-        "auto" and leaves settings to choose.
+        A plan is requested if `seq_len` or `machine` is given and a setting in `PLANNED` is "auto". A plan is also
+        requested if `memory` is "auto" and some memory settings are still to be chosen.
         """
         requested = any(getattr(self, name) != "auto" for name in PLANNED_FOR)
         shape = requested and isinstance(self.rank_order, str) and "auto" in (getattr(self, name) for name in PLANNED)
         return shape or bool(self.auto_fields)
 
     def kept(self, head_chunks: int, checkpointed: bool, keeps: bool) -> SavedForBackward:
-        """Return which tensors attention's forward saves for backward under a resolved config.
+        """Return which tensors attention saves for the backward pass under a resolved config.
 
         Args:
             head_chunks: Number of head chunks.
@@ -404,7 +412,7 @@ class SequenceParallelConfig:
         chosen = self.save_qkv_after_all_to_all
         if chosen == "auto":  # false if head chunks save memory, unless a checkpoint keeps the results
             chosen = head_chunks == 1 or self.overlap or (checkpointed and keeps)
-        if self.ulysses == 1 or not chosen:  # a single Ulysses rank exchanges nothing
+        if self.ulysses == 1 or not chosen:  # with a single Ulysses rank, nothing is exchanged
             return SavedForBackward.NOTHING
         return SavedForBackward.QKV if checkpointed else SavedForBackward.QKV_AND_OUT
 
@@ -443,7 +451,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    """Return, for each common setting with named values, the values that a schedule supports."""
+    """Return the values that a schedule supports, for each common setting with named values."""
     sides = ("auto", *schedule.moving_sides)
     return {
         "layout": schedule.layouts,
@@ -453,19 +461,20 @@ def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
     }
 
 
-HOST_PIECE = 2**26  # bytes per host tensor for offloaded checkpoints; the last may be smaller
+HOST_PIECE = 2**26  # bytes per host tensor for offloaded checkpoints; the last tensor may be smaller
 
 
 def most_logits(vocab: int, hidden: int) -> int:
-    """Return the maximum size in bytes of a tile's fp32 logits with loss_tiles "auto".
+    """Return the maximum size in bytes of a tile's fp32 logits if `loss_tiles` is "auto".
 
-    The maximum is a quarter of the head's fp32 gradient, which exists at the same time, and at most 256 MiB.
+    The maximum is a quarter of the size of the head's fp32 gradient, which is in memory at the same time, but at most
+    256 MiB.
     """
     return min(2**28, vocab * hidden)
 
 
 def check_length(config: SequenceParallelConfig, seq: int) -> None:
-    """Raise InputError, naming the next valid length, unless a sequence of `seq` tokens can be shared."""
+    """Raise InputError if a sequence of `seq` tokens cannot be shared. The message names the next valid length."""
     step = layouts.multiple(config.layout, config.size, config.ulysses)
     if seq < 1 or seq % step:
         fits = max(1, -(-seq // step)) * step

@@ -1,16 +1,16 @@
 """Divide packed documents among CP ranks so that all ranks have the same number of tokens and causal pairs.
 
-A causal pair is a query and a key that the query may see under a causal mask of the documents.
+A causal pair is a query and a key that the query sees under a causal mask with document boundaries.
 
-The set of ranks is halved recursively. At each halving, documents are sorted into a row by their mean number of keys
-per query. The left half of the ranks receives the documents in a window of the row, which contains the half's share of
-tokens. The window is moved until it also contains the half's share of pairs. A suitable position exists because the
+The set of ranks is halved recursively. At each halving, documents are arranged in a row, sorted by their mean number of
+keys per query. The left half of the ranks receives the documents in a window of the row that contains the half's share
+of tokens. The window is moved until it also contains the half's share of pairs. A suitable position exists because the
 number of pairs grows as the window moves toward documents with more keys. If the window cuts a document, the left half
 takes the front of the document, so that k/v are sent from lower ranks to higher ranks. If one document has most of the
-pairs, even the last window may have too few pairs. A document that dominates the pairs is then cut as in zigzag: the
-left half takes enough of both ends to reach its share of pairs.
+pairs, even the last window may have too few pairs. The document is then cut as in the zigzag layout: the left half
+takes enough tokens from both ends to reach its share of pairs.
 
-All documents of a tree form a single item of the row, unless the tree has too many tokens or pairs.
+All documents in a tree form a single item in the row, unless the tree has too many tokens or pairs.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from ..core.compiler.sharding.layout import LAYOUTS, Run, Runs
 from ..core.compiler.sharding.masks import Mask
 from ..core.compiler.sharding.shards import UnevenShards
 
-TOLERANCE = 256  # allowed error of a half's pairs: 1 / TOLERANCE of its share, plus the pairs of one token
+TOLERANCE = 256  # allowed error in a half's number of pairs: 1 / TOLERANCE of its share, plus the pairs of one token
 
 
 def balanced(lengths: Sequence[int], ranks: int, parents: tuple[int, ...] = ()) -> tuple[Runs, ...]:
     """Return the runs of packed documents on each CP rank, for `UnevenShards(balanced(lengths, ranks))`.
 
-    All ranks compute the same runs. Token counts of ranks differ by at most one. Numbers of causal pairs differ by a
-    few parts in a thousand, or by the pairs of one token. At most 2 * (ranks - 1) documents are cut; every other
-    document is whole on one rank. The ranks have at most len(lengths) + 4 * (ranks - 1) runs in total. A block of k/v
-    is sent only if the block contains part of a cut document. A single document is divided as in zigzag, into an early
-    and a late chunk for each rank, with chunk lengths that differ by at most one token.
+    All ranks compute the same runs. Token counts differ by at most one between ranks. The numbers of causal pairs
+    differ by a few parts in a thousand between ranks, or by the pairs of one token. At most `2 * (ranks - 1)` documents
+    are cut. All other documents stay whole on one rank. The ranks have at most `len(lengths) + 4 * (ranks - 1)` runs in
+    total. A block of k/v is sent only if it contains part of a cut document. A single document is divided as in the
+    zigzag layout, into an early and a late chunk for each rank. The chunk lengths differ by at most one token.
 
     Args:
         lengths: Number of tokens in each document, in order from position 0.
         ranks: Number of CP ranks.
-        parents: Number of each document's parent, as in `Mask`. A tree of documents counts as one document in the
-            number of cuts, unless the tree has most of the tokens or pairs.
+        parents: Number of each document's parent, as in `Mask`. For the number of cut documents, a tree counts as one
+            document, unless the tree has most of the tokens or pairs.
 
     Raises:
-        InputError: If a length or the number of ranks is not a positive whole number, or the parents are invalid.
+        InputError: A length or the number of ranks is not a positive integer, or the parents are invalid.
     """
     count, starts = whole_number(ranks), Mask.documents_of(lengths)
     if count is None or count < 1:
@@ -66,12 +66,12 @@ def balanced(lengths: Sequence[int], ranks: int, parents: tuple[int, ...] = ()) 
 class _Piece(NamedTuple):
     """Tokens p to q - 1 and r to s - 1 of the document that starts at `base`; q = r = s if there is one interval."""
 
-    base: int  # start of the document, or of its parents if they were placed right before it
+    base: int  # start of the document, or of its parents if they are placed directly before the document
     p: int
     q: int
     r: int
     s: int
-    beside: int  # the document continues on lower ranks: -1, on higher ranks: 1, on neither or both: 0
+    beside: int  # where the document continues: -1 on lower ranks, 1 on higher ranks, 0 on neither or both
     tokens: int
     pairs: int
 
@@ -82,8 +82,8 @@ class _Piece(NamedTuple):
     def ends(self, tokens: int) -> tuple[int, int]:
         """Return how many of `tokens` tokens are taken from the front and from the back.
 
-        From a piece with one interval, all tokens are taken from the front. From a piece with two intervals, tokens are
-        taken with the same mean number of keys as the whole piece.
+        From a piece with one interval, all tokens are taken from the front. From a piece with two intervals, the tokens
+        are chosen to have the same mean number of keys as the whole piece.
         """
         _, p, q, r, s, _, total, pairs = self
         if q == s:
@@ -120,9 +120,9 @@ def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece
 
 
 class _Tree:
-    """Documents with a common ancestor, as pieces of one interval in order of position.
+    """Documents with a common ancestor, as single-interval pieces in order of position.
 
-    Lower ranks take the front of the tree.
+    Lower ranks receive the front of the tree.
     """
 
     def __init__(self, pieces: list[_Piece], beside: int) -> None:
@@ -156,7 +156,7 @@ _Item = _Piece | _Tree
 def _tree(pieces: list[_Piece], beside: int = 0) -> _Item:
     """Return the pieces of a tree as one item.
 
-    A document without relatives stays a piece, which can be cut at both ends.
+    A document without a parent or children remains a piece, which can be cut at both ends.
     """
     return _Tree(pieces, beside) if len(pieces) > 1 else pieces[0]._replace(beside=beside)
 
@@ -183,8 +183,8 @@ def _zigzag(piece: _Piece, ranks: int) -> list[list[_Item]]:
 def _halved(pieces: list[_Item], share: int, ranks: int) -> tuple[list[_Item], list[_Item]]:
     """Return the pieces of the lower `share` of the ranks, and the pieces of the other ranks.
 
-    If a piece belongs to a document that continues on lower or higher ranks, the piece goes to the adjacent half if
-    possible. The k/v of a piece in the adjacent half arrive after one hop.
+    If a piece belongs to a document that continues on lower or higher ranks, the piece is assigned to the adjacent half
+    if possible. From the adjacent half, the piece's k/v arrive after one hop.
     """
     tokens = sum([piece.tokens for piece in pieces]) * share // ranks
     pairs = sum([piece.pairs for piece in pieces]) * share // ranks
@@ -211,7 +211,7 @@ def _halved(pieces: list[_Item], share: int, ranks: int) -> tuple[list[_Item], l
         return _halved([*(piece for piece in pieces if piece is not largest), *largest.pieces], share, ranks)
     left, right = row.window(pairs) if row.pairs(row.last) >= pairs else row.ends(pairs)
     if abs(sum([piece.pairs for piece in left]) - pairs) * TOLERANCE > pairs:
-        # if one interval is much longer than the other, no pair of ends has the mean number of keys
+        # if one interval is much longer than the other, no choice of ends has the mean number of keys
         apart: list[_Item] = [interval for piece in pieces for interval in piece.intervals()]
         if len(apart) > len(pieces):
             return _halved(apart, share, ranks)
@@ -250,7 +250,9 @@ class _Row:
         return total + self.pieces[end].of_ends(*self.pieces[end].ends(end_tokens)) if end_tokens else total
 
     def window(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
-        """Return the pieces inside and outside the window with this number of pairs, up to the pairs of one token."""
+        """Return the pieces inside and outside the window that contains this number of pairs, to within the pairs of
+        one token.
+        """
         at = bisect_left(range(self.last + 1), pairs, key=self.pairs)
         at -= at > 0 and pairs - self.pairs(at - 1) < self.pairs(at) - pairs
         first, tokens, end, end_tokens = self.edges(at)
@@ -268,9 +270,10 @@ class _Row:
         return inside, outside
 
     def ends(self, pairs: int) -> tuple[list[_Item], list[_Item]]:
-        """Return the pieces inside and outside the last window, if even the last window has too few pairs.
+        """Return the pieces inside and outside the last window. Call this method if even the last window has too few
+        pairs.
 
-        From its first piece, the last window takes fewer tokens from the front and more tokens from the back.
+        From its first piece, the last window takes fewer tokens at the front and more tokens at the back.
         """
         first, tokens, _, _ = self.edges(self.last)
         piece = self.pieces[first]

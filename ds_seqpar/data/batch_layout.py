@@ -1,4 +1,4 @@
-"""Sharding and mask of a single batch that the configured layout does not fully describe."""
+"""Sharding and mask for a batch that the configured layout does not fully describe."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class BatchLayout:
     """Assignment of a batch's tokens to ranks, with the batch's attention mask.
 
     `shard_batches` creates a `BatchLayout` for packed documents, for padding that is not simply on the right, and for
-    lengths that ranks cannot share equally. A sharded batch stores its layout under "placement"; a batch without a
-    layout stores `EQUAL`. Pass the layout's mask and shards to `sp.attention`, and the layout itself to `sp.gather` or
-    a patched model.
+    lengths that ranks cannot share equally. A sharded batch stores its layout under "placement". A batch without a
+    layout stores `EQUAL` under "placement". Pass the layout's mask and shards to `sp.attention`, and the layout itself
+    to `sp.gather` or a patched model.
     """
 
     mask: Mask  # tokens are numbered by position in the batch
-    shards: UnevenShards  # token numbers match those of `mask`
-    # number of sequences laid end to end in tensors of shape (1, tokens). None: tensors stay (rows, seq), and all rows
-    # are sharded in the same way
+    shards: UnevenShards  # tokens are numbered as in `mask`
+    # number of sequences that are concatenated in tensors of shape (1, tokens). None: tensors keep the shape (rows,
+    # seq), and all rows are sharded in the same way
     rows: int | None = None
     # ascending positions at which a model's position_ids restart from 0; unused if documents have parents
     restarts: tuple[int, ...] = (0,)
 
     @property
     def tokens(self) -> int:
-        """Total number of tokens on all ranks: one sequence, or all rows if rows lie end to end."""
+        """Total number of tokens on all ranks, in one sequence or, if rows are concatenated, in all rows."""
         return sum(tokens_of(self.shards, "q", rank) for rank in range(self.shards.size))
 
     @functools.cached_property
@@ -45,27 +45,31 @@ class BatchLayout:
         return f"of {self.tokens} tokens {self.fingerprint}"
 
     def mask_with_window(self, window: int | None) -> Mask:
-        """Return the mask restricted to a layer's sliding window of `window` tokens, or the mask itself for None."""
+        """Return the mask restricted to a layer's sliding window of `window` tokens. If `window` is None, return the
+        mask itself.
+        """
         return self.mask if window is None or self.fits(window) else _with_window(self.mask, window)
 
     def fits(self, tokens: int) -> bool:
-        """Return whether documents have parents and no query attends to a key `tokens` or more positions back."""
+        """Return whether documents have parents and no query attends to a key that is `tokens` or more positions
+        back.
+        """
         return bool(self.mask.parents) and tokens >= self.longest
 
     def positions(self, ulysses: int, rank: int) -> Tensor:
-        """Return the positions of an SP rank's tokens as an int64 CPU tensor; `ulysses` is the Ulysses size."""
+        """Return the positions of an SP rank's tokens as an int64 CPU tensor. `ulysses` is the Ulysses size."""
         return positions_held(self.shards, ulysses, rank)
 
     def position_ids(self, ulysses: int, rank: int, after_padding: bool = False) -> Tensor:
         """Return the position_ids of an SP rank's tokens as an int64 CPU tensor.
 
-        Position ids count from 0 in each document. In a document with a parent, position ids continue from the end of
-        the parent.
+        Position ids start at 0 in each document. In a document with a parent, position ids continue from the end of the
+        parent.
 
         Args:
             ulysses: The Ulysses size.
             rank: The SP rank.
-            after_padding: Whether a left-padded row is counted from its first token after the padding.
+            after_padding: Whether position ids in a left-padded row start at its first token after the padding.
         """
         starts, origins = self._counted_from(after_padding)
         positions, edges = self.positions(ulysses, rank), torch.tensor(starts, device="cpu")
@@ -78,7 +82,7 @@ class BatchLayout:
         return max(end - origin for end, origin in zip((*starts[1:], self.tokens), origins, strict=True))
 
     def _counted_from(self, after_padding: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the positions where position_ids restart and, for each restart, the position that counts as 0."""
+        """Return the positions at which position_ids restart and, for each restart, the position that counts as 0."""
         if self.mask.parents:
             return self.mask.documents, self.mask.origins
         starts = (self.mask.documents or (0,)) if after_padding else self.restarts
@@ -86,14 +90,14 @@ class BatchLayout:
 
 
 class EqualShares(enum.Enum):
-    """Value of "placement" for batches that the configured layout fully describes.
+    """The value of "placement" for batches that the configured layout fully describes.
 
     Compiled graphs treat an enum member as a constant.
     """
 
     EQUAL = "equal"
 
-    mask = shards = property(lambda self: None)  # passed to attention
+    mask = shards = property(lambda self: None)  # the values passed to attention
 
 
 EQUAL = EqualShares.EQUAL

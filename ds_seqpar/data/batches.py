@@ -1,9 +1,9 @@
-"""Prepare batches for sequence parallel training: shift labels, shard tensors, and compute the divisor of the loss.
+"""Prepare batches for sequence-parallel training: shift labels, shard tensors, and compute the divisor of the loss.
 
 The correct gradient is d(sum of all token losses) / N, where N is the number of non-ignored labels in one optimizer
-step over all ranks and micro-steps. ZeRO averages gradients over all ranks, and `engine.backward` divides by the G
-micro-steps. Each rank must therefore divide its local sum by `num_items_in_batch = N / (world * G)`, and N must be
-known before the first backward.
+step, counted over all ranks and micro-steps. ZeRO averages gradients over all ranks, and `engine.backward` divides by
+the G micro-steps. Each rank must therefore divide its local sum by `num_items_in_batch = N / (world * G)`, and N must
+be known before the first backward pass.
 """
 
 from __future__ import annotations
@@ -46,43 +46,46 @@ def shard_microbatches(
 ) -> list[dict[str, Any]]:
     """Return this rank's shard of every micro-batch of an optimizer step.
 
-    All ranks that share sequences must pass the same micro-batches. Every rank of the job must call this function.
+    All ranks that share sequences must pass the same micro-batches. Every rank in the job must call this function.
 
-    The loss that a rank computes from its shard is only the rank's part; `sp.mean_loss` returns the loss over all
-    ranks. The local loss carries G times the gradient, and `engine.backward` divides by G. Without DeepSpeed, call
-    `(loss / G).backward()` and average gradients over all ranks, as DDP does.
+    The loss that a rank computes from its shard is only the rank's part of the loss. `sp.mean_loss` returns the loss
+    over all ranks. The local loss yields G times the gradient, and `engine.backward` divides by G. Without DeepSpeed,
+    call `(loss / G).backward()` and average gradients over all ranks, as DDP does.
 
     Args:
         sp: The SequenceParallel.
-        microbatches: G mappings of names to values:
-            - `labels`: unshifted labels, int64 (B, S), -100 for tokens that do not count;
+        microbatches: G mappings of names to values: - `labels`: unshifted labels, int64 (B, S), with -100 for tokens
+            that do not count;
             - `input_ids` (B, S) or `inputs_embeds` (B, S, hidden);
-            - `attention_mask`: (B, S), 0 for padding before or after a row's tokens, but not between tokens;
+            - `attention_mask`: (B, S), with 0 for padding, which may be before or after a row's tokens but not between
+              tokens;
             - document boundaries in a format that `documents.documents_of` reads: `position_ids` that restart from 0,
               cumulative lengths, or `seq_idx`;
             - other tensors that `inputs` or a patched model declares;
             - non-tensors and 0-dim tensors, which are returned unchanged.
         causal: Whether attention is causal.
         steps: Number of micro-batches (G), if known.
-        device: Device to copy this rank's tensors to; None leaves each tensor on its device.
-        inputs: Declarations of further tensors, by name (`data.inputs`).
+        device: Device to which this rank's tensors are copied. If None, each tensor stays on its device.
+        inputs: Declarations of additional tensors, by name (see `data.inputs`).
 
     Returns:
-        A dict for each micro-batch:
-            - this rank's part of every input, as declared: inputs with an entry per token are (B, local tokens, ...);
-            - `shift_labels`: labels, moved before sharding to the tokens that predict them; -100 across a document's
-              end;
-            - `position_ids`: int64 (B, local tokens), global positions, or positions within documents if there are any;
+        A dict for each micro-batch: - this rank's part of every input, as declared. Inputs with an entry per token are
+            (B, local tokens, ...);
+            - `shift_labels`: labels, moved before sharding to the tokens that predict them. The last token of a
+              document gets -100;
+            - `position_ids`: int64 (B, local tokens), with global positions, or positions within documents if there are
+              any;
             - `num_items_in_batch`: a float, by which transformers models divide the local sum of token losses;
-            - `placement`: `EQUAL`, which tells a patched model that the batch is a shard, or a `BatchLayout`.
+            - `placement`: a `BatchLayout`, or `EQUAL` if none is needed. Patched models recognize shards by this entry.
               Documents, left padding (any padding with causal=False), and lengths that ranks cannot share equally
-              require a `BatchLayout`. With documents or left padding, rows lie end to end in tensors of shape (1, local
-              tokens, ...).
+              require a `BatchLayout`. With documents or left padding, rows are concatenated in tensors of shape (1,
+              local tokens, ...).
 
     Raises:
-        InputError: Before training, on a rank whose micro-batches cannot be sharded or contain an undeclared tensor.
-        DisagreementError: On the other ranks, or on all ranks if the number of micro-batches differs or ranks that
-            share a sequence have different micro-batches.
+        InputError: Raised before training on a rank whose micro-batches cannot be sharded or contain an undeclared
+            tensor.
+        DisagreementError: Raised on the other ranks, and on all ranks if the number of micro-batches differs or ranks
+            that share a sequence have different micro-batches.
     """
     advice = functools.partial(mismatch_hints.of_batches, began=sp.calls.count > 0)
     with together(
@@ -101,7 +104,7 @@ def shard_microbatches(
     for batch in sharded:
         batch["num_items_in_batch"] = max(total, 1) / (sp.size * sp.data_size * len(microbatches))
         batch.setdefault("placement", EQUAL)
-        if not sp.vocabularies:  # a patched model always reads positions
+        if not sp.vocabularies:  # patched models always read positions
             batch["position_ids"] = sp.unused.watch(batch["position_ids"])
     return sharded
 
@@ -117,9 +120,10 @@ def _prepare(
     """Prepare this rank's micro-batches without communication.
 
     Returns:
-        This rank's shard of each micro-batch, a list of two label counts, and a fingerprint of each whole micro-batch
-        for comparison between ranks of a sequence. The first count is the number of non-ignored labels in the shards.
-        The second count is the number of labels in the whole micro-batches that only left padding could predict.
+        This rank's shard of each micro-batch, a list of two label counts, and a fingerprint of each whole micro-batch.
+        The first count is the number of non-ignored labels in the shards. The second count is the number of labels in
+        the whole micro-batches that only left padding could predict. Ranks that share a sequence compare the
+        fingerprints.
     """
     checked = [check_batch(sp, batch, causal) for batch in microbatches]
     sharded = [_shard(batch, table, batch.inputs["labels"].device) for batch in checked]
@@ -142,26 +146,26 @@ def shard_call(
     table: Mapping[str, InputSpec] = INPUTS,
     end_to_end: bool = False,
 ) -> tuple[dict[str, Any], float | Tensor]:
-    """Return this rank's shard of a whole batch that is passed to a model's forward.
+    """Return this rank's shard of a whole batch that is passed to a model's `forward`.
 
-    No communication takes place. The host reads only padding and document boundaries from devices, because both
+    No communication takes place. The host reads only padding and document boundaries from devices, since these
     determine how tokens are sharded.
 
     Args:
         sp: The SequenceParallel.
-        batch: Batch as in `shard_microbatches`, with optional `labels` and with `inputs_embeds` (B, S, hidden) allowed
-            in place of `input_ids`.
+        batch: Batch as in `shard_microbatches`. `labels` are optional, and `inputs_embeds` (B, S, hidden) may replace
+            `input_ids`.
         checks: Collector of checks on the batch's values.
         on_cpu: CPU copies, by name, of tensors on a device.
-        table: Declarations of all inputs.
-        end_to_end: Whether rows must lie end to end because their masks differ.
+        table: Declarations of all inputs, by name.
+        end_to_end: Whether rows must be concatenated because their masks differ.
 
     Returns:
-        The shard, without `num_items_in_batch`, on the tokens' device, and the number of non-ignored labels in the
-        whole batch. The number of labels is a float, or a 0-dim tensor if labels are counted on a device.
+        The shard (without `num_items_in_batch`) on the tokens' device, and the number of non-ignored labels in the
+        whole batch. The number is a float, or a 0-dim tensor if labels are counted on a device.
 
     Raises:
-        InputError: If the batch cannot be sharded.
+        InputError: The batch cannot be sharded.
     """
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
     whole = {name: x for name, x in batch.items() if x is not None}
@@ -188,13 +192,13 @@ def shard_shared_prompts(
     Args:
         sp: The SequenceParallel.
         batch: `input_ids` and `labels`, int64 (rows, tokens).
-        shared: Merged prompts of the batch.
+        shared: The batch's merged prompts.
         checks: Collector of checks on the batch's values.
         on_cpu: CPU copies, by name, of tensors on a device.
 
     Returns:
-        The shard and the number of non-ignored labels, as in `shard_call`. The position_ids include the padding before
-        a row's tokens, and the mask contains the number of rows that share each token.
+        The shard and the number of non-ignored labels, as in `shard_call`. The position_ids count the padding before a
+        row's tokens, and the mask contains the number of rows that share each token.
     """
     tensors = {**batch, **check_range({**batch, **(on_cpu or {})}, sp.vocabulary, checks)}
     placement: Any = sp.place(len(shared.tokens), shared.documents, parents=shared.parents)
@@ -223,13 +227,13 @@ def _read(name: str, x: Any) -> Any:
 
 
 def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
-    """Return the labels of a whole batch, int64 (B, S), with -100 for labels that do not count.
+    """Return a whole batch's labels, int64 (B, S), with -100 for labels that do not count.
 
-    The first label of each row does not count, nor do labels predicted from another document or from padding. No
-    communication takes place.
+    The first label of each row does not count. Labels predicted from another document or from padding do not count
+    either. No communication takes place.
 
     Raises:
-        InputError: If the batch cannot be sharded.
+        InputError: The batch cannot be sharded.
     """
     checked = check_batch(sp, {name: x for name, x in batch.items() if name in INPUTS}, causal=True)
     if checked.from_padding is not None:
@@ -239,13 +243,13 @@ def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedBatch:
-    """Whole batch that passed all checks."""
+    """A whole batch that has passed all checks."""
 
-    # tensors by name; shift_labels are the labels, if any, moved to the tokens that predict them, with -100 at the last
-    # token of each document
+    # tensors by name; shift_labels are the labels, if any, moved to the tokens that predict them, with -100 for the
+    # last token of each document
     inputs: dict[str, Any]
     mask: Tensor | None  # bool (B, S), False for padding; None: no padding
-    part: Part  # selection of this rank's tokens
+    part: Part  # selects this rank's tokens
     counted: float | Tensor  # number of non-ignored labels: a float if labels are on the CPU
     from_padding: Tensor | None  # number of labels that only left padding could predict, int64 (1,); None: no padding
 
@@ -293,10 +297,10 @@ def _checked(
 def _layout_of(
     sp: Sharding, batch: Mapping[str, Any], rows: int, seq: int, causal: bool, end_to_end: bool
 ) -> tuple[Tensor | None, Lengths | None, BatchLayout | None]:
-    """Return the padding mask, the lengths of documents and padding stretches, and the layout of a batch.
+    """Return a batch's padding mask, the lengths of its documents and runs of padding, and its layout.
 
-    All three items are computed on the host. The mask is None if there is no padding, the lengths are None if each row
-    is one document, and the layout is None if the configured layout is enough.
+    The mask, the lengths and the layout are computed on the host. The mask is None if there is no padding. The lengths
+    are None if each row is one document. The layout is None if the configured layout suffices.
     """
     mask = checked_mask(batch.get("attention_mask"), (rows, seq))
     on_left = mask is not None and not bool(mask[:, 0].all())
@@ -313,7 +317,7 @@ def _layout_of(
 def _padding_error(values: list[int]) -> InputError | None:
     if not values[0]:
         return None
-    # a label on the first padding token, often an end-of-text token, is predicted from a real token
+    # the label of the first padding token, which is often an end-of-text token, is predicted from a real token
     return InputError(
         "labels must not count where they are predicted from padding, whose attention mask is dropped; got "
         f"{values[0]} such labels, set labels to -100 where attention_mask is 0"
@@ -323,11 +327,11 @@ def _padding_error(values: list[int]) -> InputError | None:
 def lengths_of(batch: Mapping[str, Any]) -> Lengths:
     """Return the number of unpadded tokens in each document of a whole batch.
 
-    Each row is one document unless the batch marks documents. The batch must contain input_ids (B, S) or inputs_embeds
-    (B, S, hidden), and needs no labels.
+    Each row is one document unless the batch marks document boundaries. The batch must contain input_ids (B, S) or
+    inputs_embeds (B, S, hidden), and needs no labels.
 
     Raises:
-        InputError: If the batch's documents or padding cannot be read.
+        InputError: The batch's documents or padding cannot be read.
     """
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
@@ -342,14 +346,14 @@ def lengths_of(batch: Mapping[str, Any]) -> Lengths:
 
 
 def labels_without(batch: Mapping[str, Any], left_out: Tensor) -> Tensor:
-    """Return the labels of a whole batch, with -100 for the left-out examples.
+    """Return a whole batch's labels, with -100 for the left-out examples.
 
     Args:
         batch: Whole batch whose rows are examples, or packs of examples.
-        left_out: bool (examples,), True for examples whose labels must not count.
+        left_out: bool (examples,), with True for examples whose labels must not count.
 
     Raises:
-        InputError: If examples are packed and the batch does not mark the boundaries between examples.
+        InputError: Examples are packed, but the batch does not mark the boundaries between examples.
     """
     labels = batch["labels"]
     lengths: Lengths = (labels.shape[1],) * len(labels)
@@ -368,7 +372,9 @@ def labels_without(batch: Mapping[str, Any], left_out: Tensor) -> Tensor:
 
 
 def documents_in(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
-    """Return the lengths of the batch's marked documents, padding included, or None if no documents are marked."""
+    """Return the lengths of the documents that the batch marks, including padding, or None if no documents are
+    marked.
+    """
     continued = dict(batch)
     if mask is not None and isinstance(positions := continued.get("position_ids"), Tensor):
         continued["position_ids"] = _continued_through_padding(positions, mask)
@@ -379,7 +385,7 @@ def checked_mask(mask: object, shape: tuple[int, ...]) -> Tensor | None:
     """Return an attention mask as bool on the CPU, or None if there is no padding.
 
     Raises:
-        InputError: If the mask has another shape, values other than 0 and 1, or padding between tokens.
+        InputError: The mask has another shape, values other than 0 and 1, or padding between tokens.
     """
     if mask is None:
         return None
@@ -405,9 +411,9 @@ def checked_mask(mask: object, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def _continued_through_padding(positions: Tensor, mask: Tensor) -> Tensor:
-    """Return position_ids with new values at padding, since collators put arbitrary values there.
+    """Return position_ids with new values for padding, since collators use arbitrary values for padding.
 
-    Positions continue in the padding after a row's tokens, and count from 0 in the padding before the tokens.
+    Positions continue in the padding after a row's tokens, and start at 0 in the padding before the tokens.
     """
     rows, seq = mask.shape
     if positions.shape not in ((seq,), (1, seq), (rows, seq)):
@@ -419,7 +425,7 @@ def _continued_through_padding(positions: Tensor, mask: Tensor) -> Tensor:
 
 
 def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
-    """Return the document lengths of rows laid end to end, with each stretch of padding as its own document."""
+    """Return the document lengths of concatenated rows, with each run of padding as a separate document."""
     flat = mask.flatten()
     edges = ((flat[1:] != flat[:-1]).nonzero().flatten() + 1).tolist()
     cuts = sorted({*Mask.documents_of(lengths), *edges, flat.numel()})
@@ -427,7 +433,7 @@ def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
 
 
 def _shard(batch: CheckedBatch, table: Mapping[str, InputSpec], device: torch.device) -> dict[str, Any]:
-    """Return this rank's shard of a batch; `device` is the device of positions and mask."""
+    """Return this rank's shard of a batch. Positions and mask are on `device`."""
     part, sp, placement = batch.part, batch.part.sp, batch.part.placement
     sharded = part.of(table, batch.inputs)
     positions = sp.local_positions(part.seq if placement is None else placement, device).clone()[None]
@@ -440,7 +446,9 @@ def _shard(batch: CheckedBatch, table: Mapping[str, InputSpec], device: torch.de
 
 
 def _warn_if_any(values: list[int]) -> None:
-    """Warn on the first rank about labels that only left padding could predict; `values` contains their number."""
+    """Warn on the first rank about labels that only left padding could predict. `values` contains the number of such
+    labels.
+    """
     if values[0] and dist.get_rank() == 0:
         warn_of_left_padding()
 
@@ -453,10 +461,11 @@ def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict
 
 
 def fingerprint(batch: Mapping[str, Any] | list[Any]) -> dict[str, str]:
-    """Return fingerprints that must be equal on all ranks of a sequence.
+    """Return fingerprints that must be equal on all ranks that share a sequence.
 
-    The fingerprint of a tensor consists of its dtype, shape and value digest. A list of rows has a single digest.
+    A tensor's fingerprint consists of its dtype, its shape and a digest of its values. A list of rows has a single
+    digest.
     """
-    if isinstance(batch, list):  # the repr of an object may contain its address
+    if isinstance(batch, list):  # an object's repr may contain its address
         return {"rows": f"{len(batch)} {Fingerprint.of(re.sub(' at 0x[0-9a-fA-F]+', '', repr(batch)))}"}
     return {name: fingerprint_of(x) for name, x in sorted(batch.items()) if isinstance(x, Tensor)}

@@ -14,7 +14,7 @@ from ..base.errors import InputError
 from .sharding import Vocabulary
 from .value_checks import ValueChecks, describe
 
-IGNORE = -100  # the label of a token that does not count in the loss
+IGNORE = -100  # the label of tokens that do not count toward the loss
 
 
 def labels_of(batch: Mapping[str, Any]) -> Tensor:
@@ -42,7 +42,7 @@ def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None, checks:
 
     Args:
         batch: Batch that may have labels (rows, tokens), and input_ids of the same shape.
-        vocabulary: Vocabulary of the model; None if unknown.
+        vocabulary: The model's vocabulary; None if unknown.
         checks: Collector that raises InputError for invalid values immediately or later.
 
     Returns:
@@ -77,7 +77,7 @@ def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None, checks:
 
 
 def _require_none(x: Tensor, wrong: Tensor, sentence: str, checks: ValueChecks) -> None:
-    """Check that `wrong`, a bool tensor shaped like `x`, is False everywhere.
+    """Check that `wrong`, a bool tensor with the shape of `x`, is False everywhere.
 
     `x` has shape (rows, tokens). The format string `sentence` contains {} for the first invalid value and its location.
     """
@@ -97,14 +97,14 @@ def _require_none(x: Tensor, wrong: Tensor, sentence: str, checks: ValueChecks) 
 def predicted_from_padding(labels: Tensor, mask: Tensor) -> Tensor:
     """Count the rows that begin with padding and have a non-ignored label at their first real token.
 
-    Only padding could predict a label at the first real token of a row.
+    The label of a row's first real token could only be predicted from padding.
 
     Args:
         labels: int64 (rows, tokens).
-        mask: bool tensor with the same shape and device, False for padding.
+        mask: bool tensor with the same shape and device, with False for padding.
 
     Returns:
-        int64 tensor of shape (1,).
+        An int64 tensor of shape (1,).
     """
     is_first = torch.nn.functional.pad(mask[:, 1:] > mask[:, :-1], (1, 0), value=False)
     return ((labels != IGNORE) & is_first).sum()[None]

@@ -1,9 +1,9 @@
-"""Distribute the samples of an optimizer step over groups and micro-batches so that groups have equal costs.
+"""Distribute the samples of an optimizer step across groups and micro-batches so that groups have equal costs.
 
 The most expensive samples are assigned first, each to the group with the lowest cost so far. Within a group, each
-sample goes to the micro-batch with the lowest cost so far. The number of tokens in a micro-batch is limited. All groups
-have the same number of micro-batches, because groups reduce gradients and gather parameters together. If the token
-limit leaves costs too uneven, one more micro-batch is tried.
+sample is assigned to the micro-batch with the lowest cost so far. The number of tokens in a micro-batch is limited. All
+groups have the same number of micro-batches, because groups reduce gradients and gather parameters together. If the
+token limit leaves costs too uneven, one more micro-batch is tried.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ from typing import NamedTuple
 
 from ..base.errors import InputError
 
-Pack = list[int]  # ascending numbers of a micro-batch's samples in the step
-EVEN = 1.05  # largest group cost relative to the mean at which the search stops adding micro-batches
-WHOLE = 1.02  # largest rank cost relative to the mean at which the search stops sharing samples
-TRIED = 3  # how many micro-batch counts are tried, from the smallest one
-LEADING = (0.9, 0.8, 0.0)  # fractions of samples that are spread before the rest fills up micro-batches
+Pack = list[int]  # numbers of a micro-batch's samples within the step, ascending
+EVEN = 1.05  # stop adding micro-batches if the largest group cost, relative to the mean, is at most this
+WHOLE = 1.02  # stop sharing samples if the largest rank cost, relative to the mean, is at most this
+TRIED = 3  # number of micro-batch counts that are tried, starting with the smallest
+# fractions of samples that are spread evenly before the other samples fill up the micro-batches
+LEADING = (0.9, 0.8, 0.0)
 
 
 def deal(tokens: Sequence[int], costs: Sequence[float], groups: int, cap: int) -> list[list[Pack]]:
-    """Return the packs of each group. Equal arguments always give equal packs.
+    """Return the packs of each group. The result depends only on the arguments.
 
     Args:
-        tokens: Number of tokens in each sample, from 1 to `cap`.
-        costs: Cost of each sample, above 0.
+        tokens: Number of tokens in each sample, between 1 and `cap`.
+        costs: Cost of each sample, greater than 0.
         groups: Number of groups.
         cap: Maximum number of tokens in a pack.
 
     Returns:
-        A list of packs for each group, sorted by descending cost. All lists have the same length, and some packs may be
+        A list of packs for each group, sorted by descending cost. All lists have the same length. Some packs may be
         empty.
 
     Raises:
-        InputError: If a sample has more tokens than fit in a pack.
+        InputError: A sample has more tokens than fit in a pack.
     """
     if tokens and max(tokens) > cap:
         raise InputError(
@@ -54,12 +55,14 @@ def deal(tokens: Sequence[int], costs: Sequence[float], groups: int, cap: int) -
                 break
         if best is not None and count >= least + TRIED:
             break
-    assert best is not None  # all samples fit with one micro-batch per sample
+    assert best is not None  # all samples fit if there is one micro-batch per sample
     return best[1]
 
 
 class Dealt(NamedTuple):
-    """Packs of each group: packs shared by all ranks of the group, and packs with whole samples per rank."""
+    """The packs of each group: packs that all ranks in the group share, and packs in which samples stay whole on one
+    rank.
+    """
 
     shared: list[list[Pack]]
     whole: list[list[list[Pack]]]  # samples by group, micro-batch and rank
@@ -70,20 +73,20 @@ def deal_by_length(
 ) -> Dealt:
     """Return packs in which all samples except the longest are whole on one rank.
 
-    A sample is shared by the ranks of a group if it has more tokens than one rank may hold. If the remaining samples
-    would make ranks wait for each other, the longest remaining samples are shared too, provided that sharing takes less
+    A sample is shared by the ranks in a group if it has more tokens than one rank may hold. If the remaining samples
+    would make ranks wait for each other, the longest of these samples are shared too, provided that sharing takes less
     time.
 
     Args:
-        tokens: Number of tokens in each sample, from 1 to `cap * size`.
-        costs: Cost of each sample, above 0.
+        tokens: Number of tokens in each sample, between 1 and `cap * size`.
+        costs: Cost of each sample, greater than 0.
         groups: Number of groups.
         size: Number of ranks in a group.
         cap: Maximum number of tokens per rank in a pack.
-        sharing: Cost of sharing a sample that fits on one rank, relative to the cost of the sample on one rank.
+        sharing: Cost of sharing a sample that fits on one rank, relative to its cost on one rank.
 
     Raises:
-        InputError: If a sample has more tokens than fit in a pack.
+        InputError: A sample has more tokens than fit in a pack.
     """
     order = sorted(range(len(tokens)), key=lambda sample: (-tokens[sample], sample))
     least, even = sum(count > cap for count in tokens), WHOLE * sum(costs) / (groups * size)
@@ -109,12 +112,12 @@ def of_groups(dealt: Sequence[list[Pack]], costs: Sequence[float]) -> list[float
 
 
 def _seconds(packs: Sequence[Sequence[Pack]], costs: Sequence[float]) -> float:
-    """Return the total cost of micro-batches in which all ranks wait for the slowest rank."""
+    """Return the total cost of micro-batches, in each of which all ranks wait for the slowest rank."""
     return sum(max(sum(costs[sample] for sample in pack) for pack in by_rank) for by_rank in packs)
 
 
 def _dealt(tokens: Sequence[int], costs: Sequence[float], groups: int, count: int, cap: int) -> list[list[Pack]] | None:
-    """Return `count` packs for each group, or None if a sample fits in no pack."""
+    """Return `count` packs for each group, or None if a sample does not fit in any pack."""
     by_group = _spread(range(len(tokens)), tokens, costs, [0.0] * groups, count * cap)
     dealt = []
     for samples in by_group or ():
@@ -128,13 +131,13 @@ def _dealt(tokens: Sequence[int], costs: Sequence[float], groups: int, count: in
 def _whole(
     samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], taken: Sequence[float], size: int, cap: int
 ) -> list[list[list[Pack]]]:
-    """Return the samples of each group by micro-batch and rank, in as few micro-batches as possible.
+    """Return each group's samples by micro-batch and rank, using as few micro-batches as possible.
 
     Args:
         samples: Numbers of the samples.
         tokens: Number of tokens in each sample.
         costs: Cost of each sample.
-        taken: Cost already assigned to each rank, by group.
+        taken: Cost that is already assigned to each rank, by group.
         size: Number of ranks in a group.
         cap: Maximum number of tokens per rank in a micro-batch.
     """
@@ -153,9 +156,9 @@ def _side_by_side(
 ) -> list[list[Pack]] | None:
     """Assign samples to the ranks of `count` micro-batches so that ranks spend little time waiting for each other.
 
-    Most samples are spread over all ranks of all micro-batches. Ranks with similar costs are then put in the same
-    micro-batch. Each remaining sample, the most expensive first, goes to the micro-batch that adds the least time to
-    the step.
+    Most samples are spread across all ranks of all micro-batches. Per-rank packs with similar costs are then put in the
+    same micro-batch. The remaining samples are then assigned, the most expensive first, each to the micro-batch where
+    it adds the least time to the step.
     """
     order, found = sorted(samples, key=lambda sample: (-costs[sample], sample)), list[list[list[Pack]]]()
     for leading in (round(share * len(order)) for share in LEADING):
@@ -204,7 +207,8 @@ def _fill(
 def _spread(
     samples: Sequence[int], tokens: Sequence[int], costs: Sequence[float], taken: Sequence[float], cap: int
 ) -> list[list[int]] | None:
-    """Put each sample in the cheapest bin with room, and return the bins, or None if a sample fits in no bin.
+    """Put each sample in the cheapest bin that has room, and return the bins, or None if a sample does not fit in any
+    bin.
 
     `taken` is the initial cost of each bin.
     """

@@ -1,7 +1,7 @@
 """Read the document boundaries of a batch from every format that collators use.
 
-All formats in a batch must mark the same documents. Rows of a batch lie end to end: position `row * seq + i` of the
-batch is token i of that row.
+All formats in a batch must mark the same documents. A batch's rows are treated as concatenated: position `row * seq +
+i` in the batch is token i of row `row`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..base.errors import InputError
 
-Lengths = tuple[int, ...]  # tokens of each document of a batch, in order; no document spans two rows
+Lengths = tuple[int, ...]  # number of tokens in each document of a batch, in order; no document spans two rows
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 NUMBERED = ("seq_idx", "document_ids")
-# lengths that some collators add, which do not locate documents
+# lengths that some collators add, but that do not locate documents
 IMPLIED = ("max_length_q", "max_length_k", "max_seqlen", "seq_lengths")
 READ = {"attention_mask", "position_ids", *CUMULATIVE, *NUMBERED}  # inputs that determine how tokens are sharded
 
@@ -27,20 +27,19 @@ def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | Non
     """Return the length of each document in a batch of `rows` sequences of `seq` tokens.
 
     Args:
-        batch: Inputs by name, which mark documents in any of these formats:
-            - `position_ids` that restart from 0: (rows, seq), (1, seq) or (seq,), or four axes of position ids, of
-              which the first is read;
-            - cumulative lengths `cu_seq_lens_q`, `cu_seq_lens_k` or `cu_seqlens`: int, (documents + 1,);
+        batch: Inputs by name, which may mark documents in any of these formats: - `position_ids` that restart from 0:
+            (rows, seq), (1, seq) or (seq,), or position ids with four axes, of which the first axis is read; -
+            cumulative lengths `cu_seq_lens_q`, `cu_seq_lens_k` or `cu_seqlens`: int, (documents + 1,);
             - a document number per token, `seq_idx` or `document_ids`: int, (rows, seq).
         rows: Number of sequences in the batch.
         seq: Number of tokens in each sequence.
 
     Returns:
-        Number of tokens in each document, in order; None if each row is one document.
+        Number of tokens in each document, in order, or None if each row is one document.
 
     Raises:
-        InputError: If an input is malformed, or if several formats disagree, as with cumulative lengths of another
-            batch.
+        InputError: An input is malformed, or several formats disagree, for example because the cumulative lengths
+            belong to another batch.
     """
     lengths: dict[str, Lengths] = {}
     readers: list[tuple[tuple[str, ...], Callable]] = [
@@ -100,7 +99,8 @@ def _numbered(name: str, numbers: object, rows: int, seq: int) -> Lengths:
 
 
 def _cumulative(name: str, lengths: object, rows: int, seq: int) -> Lengths:
-    ends = [end for end, _ in itertools.groupby(_integers(name, lengths).flatten().tolist())]  # some repeat the last
+    # some collators repeat the last length
+    ends = [end for end, _ in itertools.groupby(_integers(name, lengths).flatten().tolist())]
     ascending = all(a < b for a, b in itertools.pairwise(ends))
     if len(ends) < 2 or ends[0] != 0 or not ascending or ends[-1] > rows * seq:
         raise InputError(
@@ -108,7 +108,7 @@ def _cumulative(name: str, lengths: object, rows: int, seq: int) -> Lengths:
             "batch"
         )
     if ends[-1] < rows * seq:
-        # padding after the last document counts as one more document in each row
+        # padding after the last document counts as one more document per row
         ends += [*range(-(-(ends[-1] + 1) // seq) * seq, rows * seq, seq), rows * seq]
     if crossed := [end for end in range(seq, rows * seq, seq) if end not in ends]:
         raise InputError(

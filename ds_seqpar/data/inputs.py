@@ -1,8 +1,8 @@
-"""Declarations of how the ranks of a sequence share each named model input.
+"""Declarations of how the ranks that share a sequence divide each named model input.
 
 Input shapes are never used to guess a declaration. A batch may contain the names in `INPUTS`, names declared by a
-patched model's library, and names that a user declares, as in `inputs={"weights": tokens()}`. Any other tensor is
-refused.
+patched model's library, and names that a user declares, as in `inputs={"weights": tokens()}`. Any other tensor raises
+an error.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ Divide = Callable[[Any, Mapping[str, Any], Tensor], Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """Declaration of how ranks share an input, returned by `tokens`, `row`, `replicated`, `own` and `refused`."""
+    """Declaration of how ranks divide an input, returned by `tokens`, `row`, `replicated`, `own` and `refused`."""
 
     kind: Literal["tokens", "row", "replicated", "own", "layout", "refused"]
-    dim: int = 1  # dimension of the tokens, right after the rows; 0 for an entry per row
-    fill: float | None = None  # None: entries stay with their tokens; otherwise entries shift with labels
+    dim: int = 1  # dimension of the tokens, directly after the rows; 0 for inputs with one entry per row
+    fill: float | None = None  # None: entries stay with their tokens; otherwise, entries are shifted with the labels
     divide: Divide | None = None
     sentence: str = ""
 
 
 def tokens(dim: int = 1, *, shifted: bool = False, padding: float = 0) -> InputSpec:
-    """Declare an input with one entry per token, which is sharded like the tokens.
+    """Declare an input with one entry per token. The input is sharded like the tokens.
 
     Args:
         dim: Dimension of the tokens, at least 1; the preceding dimension contains the rows.
         shifted: Whether an entry belongs to a label, such as a loss weight. A shifted entry moves to the token that
             predicts the label, like `shift_labels`.
-        padding: Entry for the last token of a document, which predicts nothing; read only if `shifted`.
+        padding: Entry for the last token of a document, which predicts nothing. `padding` is used only if `shifted` is
+            True.
     """
     if type(dim) is not int or dim < 1:
         raise ConfigError(f"tokens needs a dim of 1 or more, behind that of rows; got {dim!r:.80}")
@@ -48,24 +49,24 @@ def tokens(dim: int = 1, *, shifted: bool = False, padding: float = 0) -> InputS
 def row() -> InputSpec:
     """Declare an input with one entry per row, of shape (rows, ...).
 
-    The input is unchanged unless rows lie end to end. If rows lie end to end, the input's shape becomes (1, local
+    The input is unchanged unless rows are concatenated. If rows are concatenated, the input's shape becomes (1, local
     tokens, ...), and each token gets the entry of its row.
     """
     return InputSpec(kind="row", dim=0)
 
 
 def replicated() -> InputSpec:
-    """Declare an input that every rank receives whole."""
+    """Declare an input that every rank receives as a whole."""
     return InputSpec(kind="replicated")
 
 
 def own(divide: Divide) -> InputSpec:
-    """Declare an input that a custom function divides, such as pictures flattened over the batch.
+    """Declare an input that is divided by a custom function, such as images flattened over the batch.
 
     Args:
-        divide: Function that returns this rank's part of the input, given the input, the whole batch by name, and this
-            rank's tokens. The tokens are an int64 CPU tensor of shape (all local tokens,) with the number `row * tokens
-            + token` of each token, in the order of this rank's shard.
+        divide: Function that returns this rank's part of the input. The arguments are the input, the whole batch by
+            name, and this rank's tokens. The tokens are given as an int64 CPU tensor of shape (all local tokens,) that
+            contains each token's number `row * tokens + token`, in the order of this rank's shard.
     """
     return InputSpec(kind="own", divide=divide)
 
@@ -74,12 +75,12 @@ def refused(sentence: str) -> InputSpec:
     """Declare an input that raises an error.
 
     Args:
-        sentence: Error message of the form "needs X; got {}, do Z", with {} for the input's name.
+        sentence: Error message of the form "needs X; got {}, do Z", in which {} stands for the input's name.
     """
     return InputSpec(kind="refused", sentence=sentence)
 
 
-LAYOUT = InputSpec(kind="layout")  # marks padding and documents; shards get their own version
+LAYOUT = InputSpec(kind="layout")  # for inputs that mark padding and documents; shards get their own version
 INPUTS: Mapping[str, InputSpec] = {
     **dict.fromkeys(("input_ids", "inputs_embeds", "labels", "shift_labels"), tokens()),
     **dict.fromkeys(("attention_mask", "position_ids", *CUMULATIVE, *NUMBERED, *IMPLIED), LAYOUT),
@@ -88,7 +89,7 @@ INPUTS: Mapping[str, InputSpec] = {
 
 
 def joined(*tables: Mapping[str, InputSpec] | None) -> dict[str, InputSpec]:
-    """Merge declarations into one table; raise ConfigError if two declarations of a name differ."""
+    """Merge declarations into one table. Raise ConfigError if two declarations of the same name differ."""
     table: dict[str, InputSpec] = {}
     for declared in tables:
         if not isinstance(declared, Mapping | None):
@@ -106,6 +107,6 @@ def joined(*tables: Mapping[str, InputSpec] | None) -> dict[str, InputSpec]:
 
 
 def refusal(table: Mapping[str, InputSpec], inputs: Mapping[str, Any]) -> str:
-    """Return the error message for the first refused input, or "" if no input is refused."""
+    """Return the error message for the first unsupported input, or "" if all inputs are supported."""
     refused = (name for name, x in inputs.items() if x is not None and name in table and table[name].sentence)
     return next((table[name].sentence.format(name) for name in refused), "")

@@ -1,8 +1,8 @@
-"""Data loaders that return the same batches on all ranks of a sequence, and different batches to each group.
+"""Data loaders that return the same batches on all ranks that share a sequence, and different batches to each group.
 
-A loader over the whole data set is divided among groups as accelerate divides loaders among ranks: group d of D reads
-batches d, d + D, and so on. Before each batch, ranks check that every rank has a batch. An error on one rank is
-therefore raised on all ranks.
+A loader over the whole data set is divided among groups in the same way as accelerate divides loaders among ranks:
+group d of D reads batches d, d + D, and so on. Before each batch, ranks check that every rank has a batch. If one rank
+has an error, all ranks therefore raise an error.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ ORDER, BATCHES = "order of examples", "batches"  # names of the values that rank
 
 
 class Loader:
-    """This group's batches of a DataLoader, identical on all ranks of the group; see `SequenceParallel.loader`.
+    """This group's batches from a DataLoader, identical on all ranks in the group; see `SequenceParallel.loader`.
 
     Attributes such as `dataset`, `batch_size` and `num_workers` are looked up in the wrapped DataLoader.
 
     Args:
         sp: The SequenceParallel.
         loader: A torch DataLoader, or DeepSpeed's own data loader.
-        read_once: Whether only the first rank of a group reads batches and sends them to the other ranks.
-        groups: Number of groups that share the batches; all groups by default.
+        read_once: Whether only the first rank in a group reads batches and sends them to the other ranks.
+        groups: Number of groups that share the batches. Defaults to all groups.
     """
 
     def __init__(self, sp: Sharding, loader: Any, read_once: bool = False, groups: int | None = None) -> None:
@@ -48,8 +48,8 @@ class Loader:
         self.passes = 0  # number of completed epochs
         self._random: list[torch.Tensor] = []  # random states at the start of the epoch
         self._state: dict[str, Any] | None = None  # state to resume from in the next iteration
-        self._order: _Indices | None = None  # batches of the whole loader
-        self._indices: _Indices | None = None  # batches that this group reads
+        self._order: _Indices | None = None  # batch indices of the whole loader
+        self._indices: _Indices | None = None  # batch indices that this group reads
         with together(sp.control_world, "preparing a loader", "loader", call="sp.loader") as agreed:
             self.given = loader
             examples = _length(getattr(loader, "dataset", None))
@@ -71,7 +71,7 @@ class Loader:
             if hasattr(loader, "data_sampler"):  # DeepSpeed's own loader from `initialize`
                 return loader
             raise ConfigError(f"sp.loader needs a DataLoader of torch; got {type(loader).__name__}, make one of it")
-        # a copy has the same class and settings; DataLoader forbids changing its attributes
+        # a copy keeps the class and settings; DataLoader does not allow changes to its attributes
         group_loader = copy.copy(loader)
         must_deal = not is_dealt(self.sp, loader) and self.groups > 1
         if isinstance(loader.dataset, IterableDataset):
@@ -153,19 +153,19 @@ class Loader:
                 skipped = 0
             elif self._indices is not None:
                 self._indices.skip, skipped = skipped, 0
-            batches = (batch for batch in self.loader)  # DeepSpeed's loader restarts at every `iter`
+            batches = (batch for batch in self.loader)  # DeepSpeed's loader restarts at every call of `iter`
             first = list(itertools.islice(batches, skipped, skipped + 1))
         yield from itertools.chain(first, batches)
 
     def _generators(self) -> list[torch.Generator]:
-        """Return the generators that may determine an epoch's order, besides torch's global generator."""
+        """Return the generators, other than torch's global generator, that may determine an epoch's order."""
         generators = [getattr(source, "generator", None) for source in (self.given, *_samplers(self.given))]
         return list({id(x): x for x in generators if isinstance(x, torch.Generator)}.values())
 
     def _next_batch(self, local_batches: Iterator[Any]) -> tuple[Any, dict[str, Any], SeqParError | None]:
-        """Return the next batch, the values that all ranks compare, and this rank's error if any.
+        """Return the next batch, the values that all ranks compare, and this rank's error, if any.
 
-        The batch is pickled if it is sent to other ranks.
+        If the batch is sent to other ranks, it is pickled.
         """
         try:
             batch, compared = next(local_batches), {BATCHES: "another", "number": self.batches}
@@ -180,7 +180,7 @@ class Loader:
         return batch, compared, None
 
     def _broadcast_batch(self, batch: Any, compared: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Send the first rank's batch and random states to all ranks of the group."""
+        """Send the first rank's batch and random states to all ranks in the group."""
         generators = self._generators()
         states = random_state(), [generator.get_state() for generator in generators]
         group, message = self.sp.groups.control, [(batch, compared, states)]
@@ -197,7 +197,9 @@ class Loader:
     # ---- continuing an epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the current epoch, for `torch.save`. The state from rank 0 is valid on all ranks."""
+        """Return the position in the current epoch, to be saved with `torch.save`. The state from rank 0 is valid on
+        all ranks.
+        """
         if self._state is not None:
             return self._state
         state = {"epoch": self.epoch, "passes": self.passes, "batches": self.batches, "random": self._random}
@@ -207,18 +209,18 @@ class Loader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume a saved epoch after its last batch, when the loader is iterated next.
+        """Resume a saved epoch after its last batch, the next time the loader is iterated over.
 
         If the number of groups or the batch size has changed, the loader resumes after the same number of sequences.
-        Optimizer steps with an unchanged number of sequences therefore contain the same sequences. Data sets with an
-        index skip earlier batches without reading them, while streams read them again. Random numbers that workers draw
-        for augmentation are not restored.
+        Optimizer steps with an unchanged number of sequences therefore contain the same sequences. Map-style data sets
+        skip earlier batches without reading them, while streams re-read them. Random numbers that workers draw for
+        augmentation are not restored.
 
         Args:
             state: State from `state_dict`.
 
         Raises:
-            ConfigError: If the number of groups or the batch size has changed and the loader cannot resume at the saved
+            ConfigError: The number of groups or the batch size has changed, and the loader cannot resume at the saved
                 position.
         """
         state = {"passes": 0, **state, "batches": self._batches_after(state)}
@@ -229,7 +231,7 @@ class Loader:
         self._state = state | own if state["batches"] else None
 
     def _batches_after(self, state: Mapping[str, Any]) -> int:
-        """Return how many batches of this loader precede the position of a state."""
+        """Return how many of this loader's batches precede the position stored in a state."""
         own_size = self._batch_size()
         batches, groups, size = state["batches"], state["groups"], state.get("batch_size", own_size)
         together = (own_size or 0) * self.groups
@@ -253,7 +255,7 @@ class Loader:
 
 
 class _Indices:
-    """Batch sampler that wraps another one. Samplers that draw the same order have the same `fingerprint`."""
+    """Batch sampler that wraps another batch sampler. Samplers that draw the same order have the same `fingerprint`."""
 
     def __init__(self, batches: Iterable[Any], compared: int = 0) -> None:
         # compared: number of leading batches in `fingerprint`. skip: number of batches that the next epoch skips
@@ -279,7 +281,7 @@ def is_dealt(sp: Sharding, loader: DataLoader) -> bool:
     """Return whether a loader's sampler or data set already divides batches among groups.
 
     Raises:
-        ConfigError: If batches are already divided in another way, for example among ranks.
+        ConfigError: Batches are already divided in another way, for example among ranks.
     """
     for source in (*_samplers(loader), getattr(loader.dataset, SPLIT, None)):
         count = getattr(source, "num_replicas", getattr(source, "world_size", None))
@@ -322,7 +324,7 @@ def _accelerate() -> Any:
 
 
 def _cause(by_rank: Mapping[int, Fields]) -> str:
-    """Return why ranks have different batches, with the remedy, or "" if the cause is unknown."""
+    """Explain why ranks have different batches and name the remedy, or return "" if the cause is unknown."""
     names = differing(by_rank)
     if ORDER in names:
         return (

@@ -17,7 +17,7 @@ Example = Mapping[str, Any]
 
 
 class Packs(Dataset):
-    """Map-style data set of packs, each a list of documents with at most `tokens` tokens in total.
+    """Map-style data set of packs. A pack is a list of documents with at most `tokens` tokens in total.
 
     Packs are computed once from document lengths and are the same on every rank.
 
@@ -27,8 +27,9 @@ class Packs(Dataset):
         tokens: Maximum number of tokens in a pack.
 
     Raises:
-        ConfigError: If the `binpacking` package is not installed.
-        InputError: If `tokens` is below 1, the data set has no documents, or a document is empty or longer than a pack.
+        ConfigError: The `binpacking` package is not installed.
+        InputError: `tokens` is less than 1, the data set has no documents, or a document is empty or longer than a
+            pack.
 
     Examples:
         ```python
@@ -68,16 +69,17 @@ class Packs(Dataset):
 class PackingCollator:
     """Collator that concatenates documents into one row without padding.
 
-    `position_ids` restart from 0 in each document and so mark document boundaries. No query attends to another
-    document, and no label is predicted from another document. Examples without labels use their tokens as labels. An
-    `attention_mask` must be all ones.
+    `position_ids` mark document boundaries by restarting from 0 in each document. No query attends to another document,
+    and no label is predicted from another document. Examples without labels use their tokens as labels. If there is an
+    `attention_mask`, all of its values must be 1.
 
     The collator accepts examples or packs of examples, and returns `input_ids`, `labels` and `position_ids`, each of
     shape (1, all tokens).
 
     Raises:
-        InputError: When called, if there are no documents, a document is empty, a document's labels do not match its
-            tokens, or a document contains padding or values other than a row of numbers, such as pictures.
+        InputError: Raised by a call if there are no documents, a document is empty, or a document's labels do not match
+            its tokens. The error is also raised if a document contains padding or values other than a row of numbers,
+            such as images.
 
     Examples:
         ```python
@@ -102,7 +104,7 @@ class PackingCollator:
             shapes = {name: _shape(x) for name, x in document.items()}
             if media := [name for name, shape in shapes.items() if len(shape) > 1 and math.prod(shape) != len(tokens)]:
                 raise InputError(
-                    f"this collator packs what has a number for each token; got {media[0]}, pack samples with pictures "
+                    f"this collator packs what has a number for each token; got {media[0]}, pack samples with images "
                     "by tokens_per_rank (docs/lengths.md)"
                 )
             if not all(map(bool, document.get("attention_mask", ()))):
@@ -125,7 +127,7 @@ def _ids_of(document: Example) -> Any:
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor, an array or nested lists of numbers, or () for anything else."""
+    """Return the shape of a tensor, an array or nested lists of numbers, or () for any other object."""
     if isinstance(x, list):
         return () if not x or isinstance(x[0], str | Mapping) else (len(x), *_shape(x[0]))
     return tuple(getattr(x, "shape", ()))

@@ -1,4 +1,4 @@
-"""Extract this rank's part of a whole batch, with each input divided as declared."""
+"""Extract this rank's part of a whole batch. Each input is divided as declared."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ class Part:
     sp: Sharding
     rows: int
     seq: int
-    segments: Lengths | None  # tokens of each document and padding stretch; None: each row is one document
-    placement: BatchLayout | None  # None if the configured layout is enough
+    # number of tokens in each document and each run of padding; None: each row is one document
+    segments: Lengths | None
+    placement: BatchLayout | None  # None if the configured layout suffices
 
     def of(self, table: Mapping[str, InputSpec], batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a batch, without the inputs that only mark documents and padding.
+        """Return this rank's part of a batch, excluding inputs that only mark documents and padding.
 
         No communication takes place.
 
         Raises:
-            InputError: If an input is refused, undeclared, or not a tensor of its declared kind.
+            InputError: An input is unsupported, undeclared, or not a tensor of the declared kind.
         """
         if wrong := refusal(table, batch):
             raise InputError(wrong)
@@ -84,7 +85,7 @@ class Part:
 
 
 def _undeclared(name: str, x: Any) -> InputSpec:
-    """Return the default declaration for an undeclared input, which may hold no tensors except 0-dim ones."""
+    """Return the default declaration for an undeclared input, which may contain no tensors other than 0-dim tensors."""
     if all(not isinstance(leaf, Tensor) or not leaf.dim() for leaf in tree_leaves(x)):
         return replicated()
     raise InputError(

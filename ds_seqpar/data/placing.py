@@ -1,4 +1,4 @@
-"""Placement of a micro-batch's documents, each whole on one rank or split across several ranks."""
+"""Placement of a micro-batch's documents, each of which is whole on one rank or split across several ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .balance import shards_of
 class Apart(UnevenShards):
     """Shards of a pack in which every document is whole on one rank.
 
-    Each rank computes the loss of its own documents only.
+    Each rank computes the loss only for its own documents.
     """
 
 
 class Part(NamedTuple):
-    """Tokens of one document on one rank."""
+    """The tokens of one document that are on one rank."""
 
     document: int  # number of the document in the pack
     start: int  # offset of the first token in the document
@@ -33,12 +33,12 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pack:
-    """Micro-batch of one group: documents laid end to end.
+    """A group's micro-batch, which consists of concatenated documents.
 
     Args:
         documents: Length of each document in tokens.
         shards: Tokens of each CP rank.
-        ulysses: Number of ranks that share the heads of a CP rank.
+        ulysses: Number of ranks that share a CP rank's heads.
     """
 
     documents: tuple[int, ...]
@@ -60,7 +60,7 @@ class Pack:
 
     @functools.cached_property
     def parts(self) -> list[list[Part]]:
-        """Parts of documents on each CP rank, in order of position."""
+        """The document parts on each CP rank, in order of position."""
         return [self._parts(rank) for rank in range(self.shards.size)]
 
     def _parts(self, rank: int) -> list[Part]:
@@ -75,6 +75,6 @@ class Pack:
 
     @functools.cached_property
     def cut(self) -> set[int]:
-        """Numbers of the documents that are split across CP ranks."""
+        """The numbers of the documents that are split across CP ranks."""
         holders = Counter(document for parts in self.parts for document in {part.document for part in parts})
         return {document for document, ranks in holders.items() if ranks > 1}

@@ -1,9 +1,9 @@
-"""Random states of a rank in Python, NumPy, torch and its GPU, and random numbers for the rank's own tokens.
+"""A rank's random states in Python, NumPy, torch and on its GPU, and random numbers for the rank's own tokens.
 
-The default generators of torch are the shared stream, from which all ranks of a sequence draw the same numbers for
-whole tensors. While a rank computes its own tokens, the default generators use the rank's own stream, which is seeded
-from the shared state and the rank. `torch.manual_seed` therefore sets both streams, and saving the shared state saves
-both streams.
+torch's default generators are the shared stream, from which all ranks that share a sequence draw the same numbers for
+whole tensors. While a rank processes its own tokens, the default generators use the rank's own stream, which is seeded
+from the shared state and the rank number. `torch.manual_seed` therefore sets both streams, and saving the shared state
+saves both streams.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..base.fingerprint import Fingerprint
 
 
 def random_state() -> tuple:
-    """Return the states of this rank's random generators."""
+    """Return the states of this rank's random number generators."""
     on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
 
@@ -36,7 +36,7 @@ def set_random_state(state: tuple) -> None:
 
 @contextlib.contextmanager
 def unchanged() -> Iterator[None]:
-    """Restore the random states when the context ends."""
+    """Restore the random states on exit from the context."""
     state = random_state()
     try:
         yield
@@ -59,7 +59,7 @@ def torch_states(device: torch.device) -> list[Tensor]:
 
 
 def seed_of(states: list[Tensor], *ranks: int) -> int:
-    """Return a seed that is derived from random states and differs between ranks."""
+    """Return a seed that is derived from the random states and differs between ranks."""
     return Fingerprint.of(*(state.numpy().tobytes() for state in states), *ranks)
 
 
@@ -81,7 +81,7 @@ class OwnStream:
         """Switch back to the shared stream.
 
         Returns:
-            State of the shared stream, advanced if numbers were drawn from the rank's own stream.
+            The state of the shared stream, advanced if numbers were drawn from the rank's own stream.
         """
         # compare bytes, since torch cannot compare values of fake tensors
         first, last = ([bytes(state.numpy()) for state in states] for states in (self.first, torch_states(self.device)))

@@ -31,7 +31,7 @@ def check_shard(
     sp: Sharding, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, layout: BatchLayout | None,
     checks: ValueChecks,
 ) -> None:  # fmt: skip
-    """Raise InputError unless a rank received the positions of its tokens and no mask.
+    """Raise InputError if a rank did not receive the positions of its tokens, or if it received a mask.
 
     Args:
         sp: The SequenceParallel.
@@ -39,7 +39,7 @@ def check_shard(
         positions: Value of position_ids.
         mask: Value of attention_mask.
         layout: The batch's `BatchLayout`; None if ranks share sequences equally.
-        checks: Collector that checks values immediately or later.
+        checks: Collector that checks the values immediately or later.
     """
     if positions is None or not _are_for(positions, tokens):
         raise InputError(_wrong_positions(layout, "none" if positions is None else "those of other tokens"))
@@ -55,7 +55,9 @@ def _judge(sentence: str, wrong: list[int]) -> InputError | None:
 
 
 def _is_wrong_mask(sp: Sharding, mask: Tensor, layout: BatchLayout | None) -> Tensor:
-    """Return whether the mask of a sharded batch is not all ones or, if masks are kept, marks more than padding."""
+    """Return whether a sharded batch's mask is invalid, because it is not all ones or, if masks are kept, marks more
+    than padding.
+    """
     if not sp.keeps_masks:
         return (mask != 1).any()
     wrong = ((mask != 0) & (mask != 1)).any()
@@ -109,6 +111,6 @@ def _wrong_positions(layout: BatchLayout | None, got: str = "those of other toke
 
 
 def _are_for(positions: Tensor, tokens: Tensor) -> bool:
-    """Return whether positions have a shape that matches the tokens."""
+    """Return whether the positions have a shape that matches the tokens."""
     batch, seq = tokens.shape[:2]
     return positions.dim() > 0 and positions.shape in ((seq,), (1, seq), (batch, seq))

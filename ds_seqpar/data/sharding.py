@@ -1,4 +1,4 @@
-"""Shard tensors to one rank's tokens, gather tensors in global order, and average losses over ranks.
+"""Shard tensors to one rank's tokens, gather tensors in global order, and average losses across ranks.
 
 The configured layout or a `BatchLayout` assigns tokens to ranks.
 """
@@ -32,7 +32,7 @@ from .batch_layout import EQUAL, BatchLayout, Placement, positions_held
 from .inputs import INPUTS, InputSpec, joined
 from .unused_sharding import UnusedSharding
 
-Vocabulary = tuple[int, int]  # (number of token ids that a model embeds, number of classes of its head)
+Vocabulary = tuple[int, int]  # (number of token ids that a model embeds, number of classes of the model's head)
 
 
 class Sharding:
@@ -40,23 +40,23 @@ class Sharding:
 
     Args:
         config: The resolved settings.
-        topology: Named axes over all ranks of the job.
+        topology: Named axes that span all ranks in the job.
         comm: Transport with this rank's process groups.
-        calls: Counter of calls to attention and stateful layers.
-        checker: Checker that compares calls across the ranks of a sequence.
+        calls: Counter for calls of attention and of stateful layers.
+        checker: Checker that compares calls across the ranks that share a sequence.
 
     Attributes:
         size: Number of ranks that share a sequence.
-        rank: Index of this rank among the ranks of its sequence.
+        rank: Index of this rank among the ranks that share its sequence.
         data_size: Number of groups of ranks that share a sequence.
         data_rank: Index of this rank's group.
-        layout_tensors: Cache, per device, of tensors that depend only on a batch's layout.
+        layout_tensors: Cache, for each device, of tensors that depend only on a batch's layout.
         unused: Detector of models that do not use the sharded tensors.
-        mask_users: Patched models whose loss counts tokens by an attention_mask.
-        vocabularies: Map from each patched model to a function that returns its numbers of tokens and labels.
-        inputs: Map from each patched model to the declarations of its inputs.
+        mask_users: Patched models whose loss uses an attention_mask to count tokens.
+        vocabularies: Maps each patched model to a function that returns the model's numbers of token ids and labels.
+        inputs: Maps each patched model to the declarations of its inputs.
         ulysses_sizes: Ulysses sizes that a batch may have.
-        shards_of: Map from a pack's document lengths to the pack's own shards, which may have another Ulysses size.
+        shards_of: Maps a pack's document lengths to the pack's own shards, which may have another Ulysses size.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Sharding:
 
     @property
     def groups(self) -> Groups:
-        """This rank's process groups. Raises ConfigError in a thread that may not communicate."""
+        """This rank's process groups. Access from a thread that may not communicate raises ConfigError."""
         check_thread()
         return self.comm.groups
 
@@ -89,12 +89,12 @@ class Sharding:
 
     @property
     def control_world(self) -> dist.ProcessGroup:
-        """Process group of all ranks for CPU tensors."""
+        """The process group of all ranks for CPU tensors."""
         return self.groups.world
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """Largest vocabularies (tokens, labels) of the patched models; None if no model is patched."""
+        """The largest vocabulary sizes (tokens, labels) of the patched models, or None if no model is patched."""
         sizes = [read(model) for model, read in self.vocabularies.items()]
         return (max(tokens for tokens, _ in sizes), max(labels for _, labels in sizes)) if sizes else None
 
@@ -102,13 +102,13 @@ class Sharding:
         """Merge the input declarations of all patched models and of one call.
 
         Raises:
-            ConfigError: If two declarations of a name differ.
+            ConfigError: Two declarations of the same name differ.
         """
         return joined(INPUTS, *self.inputs.values(), declared)
 
     @property
     def multiple(self) -> int:
-        """Number that must divide a sequence length for all ranks to have the same number of tokens."""
+        """The number that must divide a sequence length so that all ranks have the same number of tokens."""
         return multiple(self.config.layout, self.size, self.config.ulysses)
 
     def place(
@@ -120,16 +120,16 @@ class Sharding:
 
         Args:
             seq: Number of tokens in the sequence.
-            documents: Length in tokens of each document laid end to end in the sequence; None for a single document.
+            documents: Lengths in tokens of the concatenated documents in the sequence. None means a single document.
             causal: Whether attention is causal.
             parents: Number of each document's parent, as in `Mask`.
 
         Returns:
-            The layout of the sequence, or None if there are no documents and `multiple` divides `seq`.
+            The sequence's layout, or None if there are no documents and `multiple` divides `seq`.
 
         Raises:
-            InputError: If `seq` is not a positive whole number, `documents` do not add up to `seq`, or `Mask` refuses
-                the parents.
+            InputError: `seq` is not a positive integer, `documents` do not add up to `seq`, or the parents are not
+                valid for a `Mask`.
         """
         count = whole_number(seq)
         if count is None or count < 1:
@@ -142,26 +142,26 @@ class Sharding:
         mask = Mask(causal=causal, documents=starts, parents=parents)
         if sum(lengths) != count:
             raise InputError(f"documents must have all {count} tokens of the sequence; got {sum(lengths)}")
-        from .balance import shards_of  # for lengths that ranks cannot share equally
+        from .balance import shards_of  # used for lengths that ranks cannot share equally
 
         if shards is None:
             shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses, mask.parents)
         return BatchLayout(mask, shards, restarts=starts)
 
     def ulysses(self, placement: BatchLayout | None) -> int:
-        """Return the Ulysses size of a batch."""
+        """Return the Ulysses size for a batch."""
         return self.config.ulysses if placement is None else self.size // placement.shards.size
 
     def position_ids(self, seq: int, placement: Placement | None = None) -> Tensor:
         """Return the positions of this rank's tokens in a sequence.
 
         Args:
-            seq: Number of tokens in the sequence; ignored if a placement is passed.
-            placement: Placement of the batch, as returned by `shard_batches`.
+            seq: Number of tokens in the sequence. `seq` is ignored if a placement is passed.
+            placement: The batch's placement, as returned by `shard_batches`.
 
         Returns:
-            int64 CPU tensor of shape (local tokens,): global positions, or positions within documents if a placement is
-            passed. Ranks have different numbers of tokens if `size` does not divide `seq`.
+            An int64 CPU tensor of shape (local tokens,) with global positions, or with positions within documents if a
+            placement is passed. If `size` does not divide `seq`, ranks have different numbers of tokens.
         """
         self.unused.read()
         return self._position_ids(seq, layout_of(placement))
@@ -173,7 +173,7 @@ class Sharding:
         return positions.clone()  # the caller must not change the cached tensor
 
     def local_positions(self, layout: int | BatchLayout, device: torch.device | str) -> Tensor:
-        """Return the position_ids of this rank's tokens on a device, int64, shape (local tokens,).
+        """Return the position_ids of this rank's tokens as an int64 tensor of shape (local tokens,) on a device.
 
         The host does not wait for the device. The returned tensor is cached and must not be modified.
 
@@ -188,21 +188,20 @@ class Sharding:
         )
 
     def shard(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
-        """Return this rank's tokens of a tensor that covers the whole sequence.
+        """Return this rank's part of a tensor that covers the whole sequence.
 
         No communication takes place.
 
         Args:
-            x: Tensor (..., seq, ...) in global order, or (..., rows, seq, ...) with a placement whose rows lie end to
-                end.
-            dim: Dimension of the tokens; the preceding dimension contains rows that lie end to end.
-            placement: Placement of the batch, if `shard_batches` returned one.
+            x: Tensor (..., seq, ...) in global order, or (..., rows, seq, ...) with a placement that concatenates rows.
+            dim: Dimension of the tokens. If rows are concatenated, the preceding dimension contains the rows.
+            placement: The batch's placement, if `shard_batches` returned one.
 
         Returns:
-            Tensor (..., local tokens, ...), or (..., 1, local tokens, ...) for rows that lie end to end.
+            Tensor (..., local tokens, ...), or (..., 1, local tokens, ...) if rows are concatenated.
 
         Raises:
-            InputError: If `x` lacks the dimension or the tokens of the placement.
+            InputError: `x` lacks the dimension, or does not have the tokens of the placement.
         """
         dim, layout = _as_int(dim), layout_of(placement)
         if not _has_dim(x, dim):
@@ -216,22 +215,22 @@ class Sharding:
         return x[None].index_select(dim % x.dim() + 1, self._held_here(seq, layout, x.device))[0]
 
     def gather(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
-        """Return the whole tensor in global order on every rank, as the inverse of `shard`.
+        """Return the whole tensor in global order on every rank, the inverse of `shard`.
 
         All ranks that share the sequence must call this function.
 
         Args:
-            x: This rank's tokens (..., local tokens, ...), or (..., 1, local tokens, ...) for rows that lie end to end.
+            x: This rank's tokens (..., local tokens, ...), or (..., 1, local tokens, ...) if rows are concatenated.
             dim: Dimension of the tokens.
-            placement: Placement of the batch, if any. A missing placement cannot be detected from the tensor.
+            placement: The batch's placement, if any. A missing placement cannot be detected from the tensor.
 
         Returns:
-            Tensor (..., seq, ...), or (..., rows, seq, ...) for rows that lie end to end.
+            Tensor (..., seq, ...), or (..., rows, seq, ...) if rows are concatenated.
 
         Raises:
-            InputError: If `x` does not have this rank's tokens, or requires grad. Gradients are refused because
-                `gather` cannot tell whether the ranks' gradients must be summed or are copies of each other.
-            DisagreementError: On all ranks, if ranks pass different dims, shapes, dtypes, devices or placements.
+            InputError: `x` does not have this rank's tokens, or requires grad. Gradients are not supported because
+                `gather` cannot determine whether the ranks' gradients must be summed or are copies of each other.
+            DisagreementError: Raised on all ranks if ranks pass different dims, shapes, dtypes, devices or placements.
         """
         dim, layout = _as_int(dim), layout_of(placement)
         compared: dict[str, object] = {"dim": dim}
@@ -241,7 +240,7 @@ class Sharding:
             compared |= {"shape beside the tokens": other_dims, **_dtype_and_device(x)}
         if layout is not None:
             compared["placement"] = str(layout)
-        # without a layout only the ranks together know the length
+        # without a layout, the length can only be determined from all ranks together
         compare = self.checker.check_now if layout is None else self.checker.check_deferred
         compare("tensor to gather", compared, error=error, call="gather")
         if layout is None:
@@ -276,11 +275,12 @@ class Sharding:
         return self.layout_tensors.get(key, device, lambda: self.held(seq, placement or self.place(seq), self.rank))
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """Return the sum of a tensor over the ranks that share the sequence.
+        """Return the sum of a tensor across the ranks that share the sequence.
 
         Use the sum for a loss that every rank needs in full and that is not linear in tokens. The gradient of this
-        rank's `x` is `size` times the gradient of the loss, which is correct if gradients are averaged over ranks, as
-        in ZeRO and DDP. Backward does not communicate. All ranks that share the sequence must call this function.
+        rank's `x` is `size` times the gradient of the loss, which is correct if gradients are averaged across ranks, as
+        in ZeRO and DDP. The backward pass does not communicate. All ranks that share the sequence must call this
+        function.
 
         Args:
             x: Tensor of any shape, with the same shape on all ranks.
@@ -289,8 +289,8 @@ class Sharding:
             The sum, with the shape and dtype of `x`.
 
         Raises:
-            InputError: If the dtype cannot be summed across processes.
-            DisagreementError: On all ranks, if shapes, dtypes or devices differ.
+            InputError: The dtype cannot be summed across processes.
+            DisagreementError: Raised on all ranks if shapes, dtypes or devices differ.
         """
         error = _tensor_error("sum_over_ranks", x) or _sum_error(x)
         compared = {} if error else {"shape": tuple(x.shape), **_dtype_and_device(x)}
@@ -303,7 +303,9 @@ class Sharding:
         return WithValue.apply(x, total, self.size)
 
     def group_for(self, x: Tensor) -> dist.ProcessGroup | None:
-        """Return the process group of the sequence's ranks for tensors on x's device, or None for a single rank."""
+        """Return the process group of the ranks that share the sequence, for tensors on the device of `x`, or None for
+        a single rank.
+        """
         return self.groups.control if x.device.type == "cpu" else self.groups.sp
 
     def _gather_error(
@@ -323,7 +325,7 @@ class Sharding:
                 "gather x.detach() or call it under torch.no_grad()"
             )
         if placement is None and seq is None:
-            return None  # the token counts of other ranks are still unknown
+            return None  # the other ranks' token counts are still unknown
         expected = len(self._held_here(seq or 0, placement, "cpu"))
         if x.shape[dim] != expected:
             return InputError(
@@ -344,9 +346,9 @@ def layout_of(placement: Any) -> Any:
 
 
 class WholeOrder(NamedTuple):
-    """Index that assembles a whole tensor from the shards of all ranks."""
+    """The index that assembles a whole tensor from all ranks' shards."""
 
-    places: Tensor  # int64: index of each token in the concatenated shards, each padded to the longest
+    places: Tensor  # int64: index of each token in the concatenated shards, which are padded to the longest shard
     ranks: int
     longest: int  # number of tokens in the longest shard
 
@@ -363,12 +365,12 @@ def order_of(positions: Sequence[Tensor]) -> WholeOrder:
 def assembled(local: Tensor, order: WholeOrder, group: dist.ProcessGroup | None, call: str) -> Tensor:
     """Assemble the whole tensor (seq, ...) from the shards of all ranks.
 
-    All ranks of the group must call this function.
+    All ranks in the group must call this function.
 
     Args:
         local: This rank's shard (local tokens, ...).
         order: Order of the ranks' shards, on the device of `local`.
-        group: Ranks that have shards; None for a single rank.
+        group: Group of the ranks that have shards; None for a single rank.
         call: Name of the user's call in errors.
     """
     dtype = local.dtype
@@ -384,7 +386,7 @@ def assembled(local: Tensor, order: WholeOrder, group: dist.ProcessGroup | None,
     return _viewed(shards.flatten(0, 1).index_select(0, order.places), dtype)
 
 
-# dtype for moving elements of each byte size, since transports and torch's indexing do not support every dtype
+# dtype used to move elements of each byte size, since transports and torch's indexing do not support every dtype
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 SUMMED_INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)  # dtypes that every transport can sum
 
@@ -408,7 +410,7 @@ def _dtype_and_device(x: Tensor) -> dict[str, object]:
 
 
 def _tensor_error(call: str, x: object) -> InputError | None:
-    """Return the error for a value whose elements cannot be sent, or None for a valid tensor."""
+    """Return an error if a value's elements cannot be sent, or None for a valid tensor."""
     got = operator.unreadable(x) or ("" if isinstance(x, Tensor) else type(x).__name__)
     if isinstance(x, Tensor) and not got:
         got = "a quantized one" if x.is_quantized else "one on the meta device" if x.is_meta else ""
@@ -422,10 +424,10 @@ def _sum_error(x: Tensor) -> InputError | None:
 
 
 class WithValue(Function):
-    """Replace the value of `x` by `value`, and scale the gradient of `x` by a factor.
+    """Replace the value of `x` with `value`, and scale the gradient of `x` by a factor.
 
-    The new value contains contributions of other ranks. The formula `x + (value - x.detach())` would return NaN if `x`
-    is infinite.
+    The new value contains contributions from other ranks. The formula `x + (value - x.detach())` would return NaN if
+    `x` is infinite.
     """
 
     @staticmethod
@@ -439,7 +441,7 @@ class WithValue(Function):
 
 
 def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
-    """Raise InputError unless a tensor has all rows and tokens of the placement."""
+    """Raise InputError unless a tensor has all of the placement's rows and tokens."""
     expected: tuple[int, ...] = (placement.tokens,)
     if placement.rows is not None:
         expected = placement.rows, placement.tokens // placement.rows
@@ -455,21 +457,21 @@ def _check_tokens(x: Tensor, dim: int, placement: BatchLayout) -> None:
 
 
 def mean_of(groups: Groups, losses: object, error: SeqParError | None = None) -> tuple[float, Tensor]:
-    """Return the mean loss over all ranks, and the mean of this rank's losses with its graph.
+    """Return the mean loss over all ranks, and the mean of this rank's losses with its autograd graph.
 
-    Every rank of the job must call this function.
+    Every rank in the job must call this function.
 
     Args:
         groups: This rank's groups.
-        losses: A floating-point tensor of one element, or an iterable with one such tensor per micro-batch.
-        error: Error of this rank, if any. An error on one rank makes all ranks raise an error.
+        losses: A floating-point tensor with one element, or an iterable with one such tensor per micro-batch.
+        error: This rank's error, if any. If one rank has an error, all ranks raise an error.
 
     Returns:
         The mean over all ranks, computed in fp64, and the mean of this rank's losses as a 0-dim tensor in their dtype.
 
     Raises:
-        InputError: On a rank that received anything else.
-        DisagreementError: On all other ranks, or on all ranks if the numbers of losses differ.
+        InputError: Raised on a rank on which `losses` has any other type or shape.
+        DisagreementError: Raised on all other ranks, or on all ranks if the numbers of losses differ.
     """
     peers = groups.control
     with together(groups.world, "averaging losses", "losses", error=error, peers=peers, call="mean_loss") as agreed:

@@ -16,17 +16,19 @@ from .documents import Lengths
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SharedPrompts:
-    """Rows of a batch laid end to end, with each shared prompt stored once.
+    """A batch's concatenated rows, with each shared prompt stored only once.
 
-    The prompt of a row ends before the token that predicts the row's first non-ignored label. The predicting token
-    stays in every row, because the predicted label differs between rows. Padding, tokens from the last label on, and
-    rows without labels are dropped because no label needs them.
+    A row's prompt ends before the token that predicts the row's first non-ignored label. The predicting token stays in
+    every row, because the predicted label differs between rows. Padding, tokens starting at the last label, and rows
+    without labels are dropped because no label depends on them.
     """
 
     shape: tuple[int, int]  # (rows, tokens) of the batch
     tokens: Tensor  # int64 (merged tokens,): index row * tokens + token of each merged token in the batch
-    own: Tensor  # int64: indices of merged tokens of a single row; only such tokens predict non-ignored labels
-    offsets: Tensor | None  # int64 (merged tokens,): position in the batch's row minus merged position; None: all are 0
+    # int64: indices of merged tokens that belong to a single row; only these tokens predict non-ignored labels
+    own: Tensor
+    # int64 (merged tokens,): position in the batch's row minus merged position; None: all differences are 0
+    offsets: Tensor | None
     weights: Tensor  # int64 (merged tokens,): number of rows that contain each token
     documents: Lengths
     parents: tuple[int, ...]
@@ -40,9 +42,9 @@ class SharedPrompts:
         return x.flatten(0, 1).index_select(0, self.tokens.to(x.device))[None]
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Scatter a tensor (1, merged tokens, ...) to (rows, tokens, ...).
+        """Scatter a tensor (1, merged tokens, ...) into a tensor (rows, tokens, ...).
 
-        Only the tokens in `own` are copied; all other entries are 0.
+        Only the tokens in `own` are copied. All other entries are 0.
         """
         places, own = self.tokens[self.own].to(x.device), self.own.to(x.device)
         rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
@@ -50,13 +52,13 @@ class SharedPrompts:
 
 
 class Piece(NamedTuple):
-    """Document of the batch after repeated prompts are removed."""
+    """A document in the batch after repeated prompts have been removed."""
 
     row: int  # row of the batch that provides the tokens
-    begin: int  # first token in the row
+    begin: int  # index of the first token in the row
     end: int
     rows: int  # number of rows that contain the piece
-    parent: int  # number of the piece before it in these rows, or -1
+    parent: int  # number of the piece that precedes this piece in these rows, or -1
 
     @property
     def length(self) -> int:
@@ -69,15 +71,17 @@ def shared_prompts(
     """Find the prompts that rows share.
 
     Args:
-        ids: Token ids of the batch, int64 (rows, tokens), on the CPU.
-        mask: bool (rows, tokens), False for padding before and after a row's tokens; None if nothing is padded.
-        labels: Unshifted labels, int64 (rows, tokens), -100 for tokens that do not count.
-        least: Minimum fraction of the rows' unpadded tokens that must be saved.
-        keep_all: Whether to keep tokens that no label needs, for a loss that counts tokens; padding is always dropped.
+        ids: The batch's token ids, int64 (rows, tokens), on the CPU.
+        mask: bool (rows, tokens), with False for padding before and after a row's tokens; None if there is no padding.
+        labels: Unshifted labels, int64 (rows, tokens), with -100 for tokens that do not count.
+        least: Minimum fraction of the rows' unpadded tokens that sharing must save.
+        keep_all: Whether to keep tokens on which no label depends, as needed for a loss that counts tokens. Padding is
+            always dropped.
 
     Returns:
-        The rows without repeated prompts. None if no rows share a prompt, less than `least` is saved, or a non-ignored
-        label on a row's first token could only be predicted from padding.
+        The rows without repeated prompts, or None if no rows share a prompt or less than `least` would be saved. The
+        result is also None if the first token of a row has a non-ignored label, which could only be predicted from
+        padding.
     """
     rows, columns = ids.shape
     counts, begins, lengths = labels != IGNORE, [0] * rows, [columns] * rows
@@ -89,7 +93,7 @@ def shared_prompts(
     labeled = counts.any(1).tolist()
     first = counts.int().argmax(1).tolist()
     last = (columns - 1 - counts.flip(1).int().argmax(1)).tolist()
-    # rows of each prompt; the same tokens at other positions of a row are a different prompt
+    # rows of each prompt; the same tokens at other positions in a row count as a different prompt
     by_prompt: dict[object, list[int]] = {}
     for row in range(rows):
         prompt: object = row
@@ -106,7 +110,7 @@ def shared_prompts(
 
 
 def _pieces(by_prompt: Iterable[list[int]], begins: list[int], first: list[int], ends: list[int]) -> list[Piece]:
-    """Return the documents of rows grouped by prompt, given the start, first non-ignored label and end of each row."""
+    """Return the documents in rows grouped by prompt, given each row's start, first non-ignored label and end."""
     pieces: list[Piece] = []
     for members in by_prompt:
         head, parent = members[0], -1

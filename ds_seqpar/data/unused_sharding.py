@@ -1,7 +1,7 @@
-"""Detect models that ignore sequence parallelism by never calling its attention or never reading `position_ids`.
+"""Detect models that ignore sequence parallelism because they never call its attention or never read `position_ids`.
 
 An unpatched model still trains with a plausible loss, although each rank attends only to its own tokens. A custom model
-that numbers a rank's tokens from 0 also trains with a plausible but wrong loss.
+that numbers each rank's tokens from 0 also trains with a plausible but incorrect loss.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ UNDISPATCHED = {
 
 
 class UnusedSharding:
-    """Detector of models that call no attention on sharded tensors or never read the positions.
+    """Detector for models that never call attention on sharded tensors or never read the positions.
 
     Detection stops when attention has been called and positions have been read.
 
     Args:
-        calls: Counter of calls to attention and stateful layers.
+        calls: Counter for calls of attention and of stateful layers.
     """
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
-        self.calls_before: int | None = None  # count when the first batch was sharded; None before then
+        self.calls_before: int | None = None  # number of calls when the first batch was sharded; None before then
         self.is_met = not calls.of[1]  # a single rank has whole sequences
-        self.are_read: bool | None = None  # None until positions are handed out
+        self.are_read: bool | None = None  # None until positions are returned to the user
 
     def begin(self) -> None:
         """Start counting calls, unless counting has already started."""
@@ -75,7 +75,7 @@ class UnusedSharding:
 
 
 class _Positions(Tensor):
-    """Positions tensor that calls a function when the tensor or a copy of it is read."""
+    """A tensor of positions that calls a function when the tensor or a copy of it is read."""
 
     plain: Tensor
     read: Callable[[], None]

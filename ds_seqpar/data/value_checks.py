@@ -1,4 +1,4 @@
-"""Check the values of a batch immediately on the CPU, and one call later on an accelerator."""
+"""Check a batch's values, immediately on the CPU and one call later on an accelerator."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ Judge = Callable[[list[int]], SeqParError | None]  # maps values to an error, or
 
 
 class ValueChecks:
-    """Checks of a batch's values and digests that ranks compare.
+    """Checks of a batch's values, and digests that ranks compare.
 
-    Reading a value on a device would make the host wait. Device values are therefore kept until `post` and read in the
-    next comparison of ranks, when the device has already computed them.
+    Reading a value from a device would make the host wait. Device values are therefore kept until `post` and read in
+    the ranks' next comparison. By then, the device has already computed the values.
 
     Args:
-        at_once: Device types whose values are read immediately; None for all types.
+        at_once: Device types from which values are read immediately; None for all types.
     """
 
     def __init__(self, at_once: Collection[str] | None = None) -> None:
         self.at_once = at_once
-        self.fields: dict[str, str] = {}  # entries that ranks compare now
-        self._later: list[tuple[Tensor, Judge | str]] = []  # values with their check, or a digest with its name
+        self.fields: dict[str, str] = {}  # entries that ranks compare in this call
+        self._later: list[tuple[Tensor, Judge | str]] = []  # values and their check, or a digest and its name
 
     def reads(self, x: Tensor) -> bool:
         """Return whether a tensor's values are read immediately."""
         return self.at_once is None or x.device.type in self.at_once
 
     def require(self, values: Tensor, judge: Judge) -> None:
-        """Check values immediately, or keep them for a later check if they are on a device.
+        """Check values immediately or, if they are on a device, keep them for a later check.
 
         Args:
             values: int64 tensor of shape (count,).
-            judge: Function that returns an error for invalid values and None for valid ones.
+            judge: Function that returns an error for invalid values and None for valid values.
 
         Raises:
             SeqParError: The error from `judge`, if the values are read immediately.
@@ -50,7 +50,7 @@ class ValueChecks:
             raise error
 
     def compare(self, inputs: Mapping[str, Any], on_cpu: Mapping[str, Tensor] | None = None) -> None:
-        """Compare dtypes, shapes and values of tensors across ranks.
+        """Compare the dtypes, shapes and values of tensors across ranks.
 
         Values of floating-point tensors with several dimensions are not compared.
 
@@ -81,7 +81,7 @@ class ValueChecks:
 
 
 class _Judgement:
-    """Applies several checks to their concatenated values."""
+    """Applies several checks to one list of their concatenated values."""
 
     def __init__(self, entries: list[tuple[Tensor, Judge | str]]) -> None:
         self.parts = [(len(values), judge) for values, judge in entries]
@@ -103,7 +103,7 @@ STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEE
 
 
 def device_digest(x: Tensor) -> Tensor:
-    """Return a 0-dim int64 hash of a tensor's values and their positions, on the tensor's device.
+    """Return a 0-dim int64 hash of a tensor's values and their positions, computed on the tensor's device.
 
     The host does not wait for the hash. Dtype and shape are not hashed.
     """
@@ -118,7 +118,7 @@ def device_digest(x: Tensor) -> Tensor:
 
 
 def fingerprint_of(x: Tensor) -> str:
-    """Return a tensor's dtype, shape and value digest; the host reads the values."""
+    """Return a tensor's dtype, shape and value digest. The host reads the values."""
     content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return f"{describe(x)} {Fingerprint.of_bytes(content)}"
 

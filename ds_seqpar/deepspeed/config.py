@@ -1,4 +1,4 @@
-"""Parse the DeepSpeed JSON once, into an object that the engine, the Trainer and the planner query."""
+"""Parse the DeepSpeed JSON once into an object for the engine, the Trainer and the planner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..core.settings import SequenceParallelConfig
 
 KIND = "the DeepSpeed configuration"
 KNOWN = STRICT | {"extra": "ignore"}  # for sections with additional DeepSpeed keys
-# key of the DeepSpeed JSON -> why the key breaks gradients or sharding
+# reasons why keys of the DeepSpeed JSON break gradients or sharding, by key
 REFUSED = {
     "sequence_parallel_size": f'it switches DeepSpeed\'s own groups on; use "{SECTION}": {{"size": ...}}',
     "data_parallel_size": f'it changes the ranks that gradients are averaged over; use "{SECTION}": {{"size": ...}}',
@@ -36,11 +36,11 @@ REFUSED = {
 }
 NEUTRAL = {"sequence_parallel_size": 1, "gradient_allreduce_op": "mean", "managed_gradient_accumulation": True}
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# keys not passed to DeepSpeed's own class, since they are checked or refused here
+# keys that are not passed to DeepSpeed's own class, since they are checked or rejected in this module
 CHECKED_HERE = {SECTION, *REFUSED, *BATCH_SIZES}
-# optimizer in lower case -> tensors of state per parameter; Adam variants have two
+# number of state tensors per parameter, by optimizer name in lower case; Adam variants have two
 OPTIMIZER_STATES = {"sgd": 0, "adagrad": 1, "lion": 1}
-# key of an object that a Trainer does not fill in -> value to write instead of "auto"
+# values to write instead of "auto", by key of an object that a Trainer does not fill in
 OBJECTS = {
     "zero_optimization": '{"stage": 3}',
     **dict.fromkeys(("bf16", "bfloat16", "fp16"), '{"enabled": "auto"}'),
@@ -49,18 +49,18 @@ OBJECTS = {
     "scheduler.params": '{"warmup_max_lr": "auto"}',
     **dict.fromkeys(("zero_optimization.offload_optimizer", "zero_optimization.offload_param"), '{"device": "cpu"}'),
 }
-# values that no Trainer computes, and whose "auto" DeepSpeed reads as 0 or "none"
+# values that no Trainer computes, and for which DeepSpeed reads "auto" as 0 or "none"
 DECISIVE = (
     "zero_optimization.stage", "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"
 )  # fmt: skip
-# attributes of DeepSpeed's configuration that may differ between ranks, such as logging and files of a single rank, and
-# attributes derived from others
+# attributes of DeepSpeed's configuration that may differ between ranks, such as logging or a single rank's files, and
+# attributes derived from other attributes
 OF_A_RANK = (
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "monitor_config",
     "comms_config", "flops_profiler_config", "timers_config", "aio_config", "disable_python_gc", "global_rank",
     "world_size", "zero_enabled", "zero_optimization_stage", "_param_dict",
 )  # fmt: skip
-# attribute -> key in the JSON
+# keys in the JSON, by attribute
 KEYS = {"zero_config": "zero_optimization", "float16_config": "fp16", "bfloat16_config": "bf16"}
 # DeepSpeed keys that resemble the section's name
 OTHERS = ("sequence_parallel_size", "seq_parallel_communication_data_type")
@@ -77,17 +77,17 @@ class Offload:
     """Settings of "offload_optimizer" or "offload_param", with DeepSpeed's defaults."""
 
     device: str = "none"
-    """Where states go: "none", "cpu" (host memory) or "nvme"."""
+    """Where states are stored: "none" (on the device), "cpu" (host memory) or "nvme"."""
     pin_memory: bool = True
     ratio: Annotated[float, Field(ge=0)] = 1.0
-    """The share of sub-groups that go there."""
+    """The fraction of sub-groups to offload."""
     super_offload: bool = False
     buffer_count: Elements = 4
-    """Buffers of the pool between drives and host memory."""
+    """The number of buffers in the pool between drives and host memory."""
     buffer_size: Elements = 100_000_000
-    """Elements of each."""
+    """The number of elements in each buffer."""
     max_in_cpu: Elements = 1_000_000_000
-    """Elements that stay in host memory with "nvme"."""
+    """The number of elements that stay in host memory with "nvme"."""
 
 
 def _without_flag(given: Any) -> Any:
@@ -125,29 +125,27 @@ class Zero:
 
     @property
     def parameters_away(self) -> bool:
-        """Whether a rank's share of parameters is in host memory or on drives, which DeepSpeed supports only at stage
-        3.
-        """
+        """Whether parameters are stored in host memory or on drives, which DeepSpeed supports only at stage 3."""
         return self.stage == 3 and self.offload_param.device != "none"
 
     @property
     def drives(self) -> bool:
-        """Whether any state is on drives. Stages 1 and 2 keep states for "nvme" in host memory."""
+        """Whether any state is stored on drives. With "nvme", stages 1 and 2 keep states in host memory."""
         return self.stage == 3 and "nvme" in (self.offload_optimizer.device, self.offload_param.device)
 
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN)
 class Half:
-    """The section that enables a 16-bit dtype."""
+    """A section that enables a 16-bit dtype."""
 
     enabled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=KNOWN)
 class Known:
-    """The keys of a DeepSpeed JSON that ds_seqpar reads, in addition to its own section.
+    """The keys of a DeepSpeed JSON that ds_seqpar reads in addition to the "sequence_parallel" section.
 
-    None means that a key is missing or left to a Trainer ("auto").
+    None means that a key is missing or is left to a Trainer ("auto").
     """
 
     zero_optimization: Zero = Zero()
@@ -160,7 +158,7 @@ class Known:
 
     @property
     def dtype(self) -> str:
-        """The dtype of training."""
+        """The training dtype."""
         halves = {"bfloat16": self.bf16.enabled or self.bfloat16.enabled, "float16": self.fp16.enabled}
         return next((name for name, enabled in halves.items() if enabled), "float32")
 
@@ -170,15 +168,15 @@ class DeepSpeedJson:
     """A DeepSpeed JSON and its parsed settings, each computed once on first use."""
 
     content: Mapping[str, Any]
-    place: str  # name of the JSON in errors
+    place: str  # name of the JSON in error messages
 
     @classmethod
     def read(cls, config: str | os.PathLike[str] | Mapping[str, Any], source: object = None) -> DeepSpeedJson:
-        """Return the DeepSpeedJson of a file or a dict.
+        """Return the DeepSpeedJson for a file or a dict.
 
         Args:
             config: The path of a file, or a dict.
-            source: The file that the dict was read from, if any.
+            source: The file from which the dict was read, if any.
 
         Raises:
             ConfigError: The file is missing or malformed, or contains an object with a duplicate key.
@@ -189,7 +187,10 @@ class DeepSpeedJson:
 
     @functools.cached_property
     def section(self) -> Any:
-        """Our section; {} if missing. Raises ConfigError if the section is misspelled or inside another section."""
+        """Our section, or {} if the section is missing.
+
+        Raises ConfigError if the section is misspelled or inside another section.
+        """
         _check_place_of_section(self.content)
         return self.content.get(SECTION, {})
 
@@ -197,8 +198,8 @@ class DeepSpeedJson:
     def known(self) -> Known:
         """The keys that ds_seqpar reads.
 
-        Raises ConfigError for a value of the wrong type, such as a string instead of a number or a boolean: DeepSpeed
-        interprets the string "false" as false, and transformers as true.
+        Raises ConfigError for a value of the wrong type, such as a string instead of a number or a boolean. DeepSpeed
+        interprets the string "false" as false, but transformers interprets it as true.
         """
         names = [field.name for field in dataclasses.fields(Known) if self.content.get(field.name, "auto") != "auto"]
         return read_as(Known, {name: without_auto(self.content[name]) for name in names}, f"{self.place}: ")
@@ -234,9 +235,7 @@ class DeepSpeedJson:
             )
 
     def check(self) -> None:
-        """Raise ConfigError for a misspelled section, values of the wrong type, and settings that DeepSpeed itself
-        refuses.
-        """
+        """Raise ConfigError for a misspelled section, values of the wrong type, and settings that DeepSpeed rejects."""
         for key in autos(self.content):
             if key in OBJECTS:
                 raise ConfigError(
@@ -249,7 +248,7 @@ class DeepSpeedJson:
     def resolved(self) -> dict[str, Any]:
         """The configuration as read by DeepSpeed, including defaults, without values that may differ between ranks.
 
-        Every "auto" value is treated as missing. Raises ConfigError for settings that DeepSpeed itself refuses.
+        Every "auto" value is treated as missing. Raises ConfigError for settings that DeepSpeed itself rejects.
         """
         given = dict(vars(call_library("DeepSpeed", self.place, self.content, _parsed)))
         given |= {field: getattr(self.known, field) for field in BATCH_SIZES}
@@ -258,13 +257,13 @@ class DeepSpeedJson:
 
     @property
     def left_out(self) -> list[str]:
-        """The keys to hide from DeepSpeed: our section, and keys that DeepSpeed refuses even if they enable nothing."""
+        """The keys to hide from DeepSpeed: our section, and keys that DeepSpeed rejects even if they enable nothing."""
         return [SECTION, *(key for key in REFUSED if key in self.content and _is_off(key, self.content[key]))]
 
     def for_deepspeed(self, size: int, groups: int) -> dict[str, Any]:
-        """Return the JSON for DeepSpeed, which counts a sequence once for each of the `size` ranks of its group.
+        """Return the JSON for DeepSpeed, which counts a sequence once for each of the `size` ranks in a group.
 
-        Raises the errors of `batch_by_rank`.
+        See `batch_by_rank` for errors.
         """
         content = dict(self.content)
         for key in self.left_out:
@@ -275,19 +274,19 @@ class DeepSpeedJson:
 
     @property
     def batch_sizes(self) -> tuple[int | None, int | None, int | None]:
-        """The sizes of the batch and the micro-batch, and the number of accumulation steps; None for missing values."""
+        """The batch size, the micro-batch size and the number of accumulation steps, with None for missing values."""
         batch, micro, steps = (getattr(self.known, name) for name in BATCH_SIZES)
         return batch, micro, steps
 
     @property
     def optimizer_states(self) -> int:
-        """Number of state tensors that the optimizer stores per parameter; 2 (AdamW) if unknown."""
+        """The number of state tensors that the optimizer stores per parameter. If unknown, the number is 2 (AdamW)."""
         optimizer = without_auto(self.content.get("optimizer")) or {}
         known = OPTIMIZER_STATES.get(str(optimizer.get("type")).lower())
         return 2 if known is None else known + bool(optimizer.get("params", {}).get("momentum"))
 
     def batch_by_rank(self, size: int, groups: int) -> int:
-        """Return "train_batch_size" as DeepSpeed counts it: the number of sequences, multiplied by `size`.
+        """Return "train_batch_size" as DeepSpeed counts it, which is the number of sequences multiplied by `size`.
 
         Raise ConfigError if the batch sizes are inconsistent with `groups` groups of `size` ranks.
         """
@@ -304,7 +303,7 @@ class DeepSpeedJson:
 
 
 def without_auto(section: Any) -> Any:
-    """Return a section without the keys that are left to a Trainer ("auto") or to DeepSpeed (null)."""
+    """Return a section without keys that are left to a Trainer ("auto") or to DeepSpeed (null)."""
     if not isinstance(section, Mapping):
         return section
     return {name: without_auto(value) for name, value in section.items() if value != "auto" and value is not None}
@@ -332,7 +331,7 @@ def _check_place_of_section(content: Mapping[str, Any]) -> None:
 
 
 def _is_off(key: str, value: Any) -> bool:
-    """Return whether the value of a key in REFUSED disables the feature."""
+    """Return whether the value of a key in REFUSED disables the key's feature."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or (key == "tensor_parallel" and value.get("autotp_size", 2) in (0, 1))
     return value == NEUTRAL.get(key)
@@ -347,9 +346,10 @@ def _is_meant(key: object) -> bool:
 
 
 def _parsed(content: dict[str, Any]) -> Any:
-    """Return DeepSpeed's configuration object. DeepSpeed's class raises errors for settings that it refuses.
+    """Return DeepSpeed's configuration object.
 
-    The given batch sizes are replaced by 1, since they depend on the number of ranks.
+    DeepSpeed's class raises errors for settings that it rejects. The given batch sizes are replaced with 1, since they
+    depend on the number of ranks.
     """
     from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds to import, so only for a user's configuration
 
@@ -357,7 +357,7 @@ def _parsed(content: dict[str, Any]) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """Return the contents of a section of DeepSpeed's configuration, without the path of a host's drives."""
+    """Return the contents of a section of DeepSpeed's configuration, without the path to the host's drives."""
     if callable(dump := getattr(value, "model_dump", None)):
         return dump(exclude={name: {"nvme_path"} for name in ("offload_param", "offload_optimizer")})
     if isinstance(value, Mapping | Sequence):
@@ -386,6 +386,6 @@ def read_config(config: str | Path | Mapping[str, Any]) -> SequenceParallelConfi
         config: The path of a JSON file, or the dict. Without a section, every setting has its default value.
 
     Raises:
-        ConfigError: The section is misspelled, inside another section, or invalid, or the file is malformed.
+        ConfigError: The file is malformed, or the section is misspelled, invalid, or inside another section.
     """
     return SequenceParallelConfig.from_dict(DeepSpeedJson.read(config).section)

@@ -1,4 +1,4 @@
-"""Correct DeepSpeed's statistics, which count a sequence once on each rank that shares it."""
+"""Correct DeepSpeed's statistics, in which each sequence counts once per rank that shares it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def count_by_rank(content: dict[str, Any], sp: Any) -> None:
 
 
 def count_sequences(engine: Any, sp: Any) -> None:
-    """Make an engine count sequences instead of ranks. A second call does nothing.
+    """Make an engine count sequences instead of ranks. A second call has no effect.
 
-    The correction covers `train_batch_size()` and its setters, samples per second, and `global_samples`, the x axis of
-    monitors. Gradient scaling does not use the corrected numbers.
+    The correction applies to `train_batch_size()` and its setters, samples per second, and `global_samples`, the x axis
+    in monitors. Gradient scaling does not use the corrected numbers.
     """
 
     def count() -> None:
@@ -52,8 +52,9 @@ def count_sequences(engine: Any, sp: Any) -> None:
 
 
 class _PartsOfSequences:
-    """Wraps a DeepSpeed engine for its flops profiler: a device processes `1 / size` of each sequence in its
-    micro-batch.
+    """A wrapper around an engine for DeepSpeed's flops profiler.
+
+    A device processes `1 / size` of each sequence in its micro-batch.
     """
 
     def __init__(self, engine: Any, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Run parts of ds_seqpar around the methods of a DeepSpeed engine, in a fixed order."""
+"""Run parts of ds_seqpar around a DeepSpeed engine's methods in a fixed order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 UNUSED, COUNTS, CHECKPOINTS, WRITING = "unused sharding", "counts", "checkpoints", "writing"
 FINITE, KEPT = "finite numbers", "kept gradients"
-# outermost first: a missing patch is reported before values are checked, directly around DeepSpeed's method
+# outermost first; a missing patch is reported before values are checked, which happens directly around DeepSpeed's
+# method
 ORDER = (UNUSED, COUNTS, CHECKPOINTS, WRITING, FINITE, KEPT)
 
 
@@ -17,18 +18,19 @@ class Hooks:
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.parts: dict[str, dict[str, Callable[..., Any]]] = {}  # part -> method -> callback, innermost first
+        self.parts: dict[str, dict[str, Callable[..., Any]]] = {}  # callbacks by part and method, innermost first
         self.wrapped: set[str] = set()
 
     def install(self, part: str, **callbacks: Callable[..., Any]) -> bool:
-        """Run a part around methods, inside the parts that precede it in `ORDER`.
+        """Run a part around methods, inside the parts that come earlier in `ORDER`.
 
         Args:
             part: The name of the part in `ORDER`.
-            **callbacks: Method name -> callback, which receives the wrapped function and the method's arguments.
+            **callbacks: A callback for each method name. A callback receives the wrapped function and the method's
+                arguments.
 
         Returns:
-            Whether the part is new; installing a part again does nothing.
+            Whether the part is new. Installing a part again has no effect.
         """
         if part in self.parts:
             return False
@@ -57,5 +59,5 @@ class Hooks:
 
 
 def hooks_of(owner: Any) -> Hooks:
-    """Return the hooks of an engine or of an object that the engine calls, creating them on first use."""
+    """Return the hooks of an engine, or of an object that the engine calls. The hooks are created on first use."""
     return vars(owner).setdefault("sequence_parallel_hooks", Hooks(owner))

@@ -1,6 +1,7 @@
-"""Examine a job before training: measure ranks, links and kernels, and compare the results with expectations.
+"""Examine a job before training.
 
-The outcome is a table, JSON, or an error that stops the job.
+The doctor measures ranks, links and kernels, and compares the results with expectations. The outcome is a table, JSON,
+or an error that stops the job.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from .findings import Check, Finding, Job, Status, examine
 if TYPE_CHECKING:
     from ..parallel import SequenceParallel
 
-# name -> check that needs no model
+# checks that need no model, by name
 OF_RANKS = ranks.environment, ranks.agreement, attention.kernels, attention.sums, ranks.links, attention.attention
 CHECKS: tuple[tuple[str, Check], ...] = tuple((x.__name__, x) for x in (*OF_RANKS, data.batches, data.loaders))
-# status -> (beginning of a table line, word in the summary)
+# by status: (beginning of a table line, word in the summary)
 WORDS: dict[Status, tuple[str, str]] = {
     "fail": ("FAIL", "failed"),
     "pass": ("pass", "passed"),
@@ -34,22 +35,24 @@ WORDS: dict[Status, tuple[str, str]] = {
 
 
 def examined(job: Job, progress: Callable[[str], object]) -> list[Finding]:
-    """Run all checks on a job; see `examine`."""
+    """Run all checks on a job. See `examine`."""
     knows_model = job.model is not None and patcher_of_class(job.model) is not None
     return examine(job, [*CHECKS, *(doctor_of_models().CHECKS if knows_model else ())], progress)
 
 
 def require_sound(sp: SequenceParallel, model: Any, content: Mapping[str, Any], loader: Any = None) -> None:
-    """Run the quick checks before training, and print their table on rank 0. Collective over all ranks.
+    """Run the quick checks before training, and print a table of the results on rank 0.
+
+    The call is collective across all ranks.
 
     Args:
-        sp: The SequenceParallel to train with.
+        sp: The SequenceParallel for training.
         model: The model.
         content: The DeepSpeed configuration.
-        loader: The data loader, if there is one.
+        loader: The data loader, or None.
 
     Raises:
-        ConfigError: A check failed; raised on all ranks.
+        ConfigError: A check failed. Raised on all ranks.
     """
     few = sp.config.ulysses * (1 if sp.config.head_chunks == "auto" else sp.config.head_chunks)
     known = patcher_of_class(model) is not None  # the heads of a custom model are unknown
@@ -65,7 +68,7 @@ def require_sound(sp: SequenceParallel, model: Any, content: Mapping[str, Any], 
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Return a line for each check, with advice after each failed check."""
+    """Return a line for each check, followed by advice if the check failed."""
     widest, lines = max(len(finding.check) for finding in findings), list[str]()
     for x in findings:
         lines.append(f"{WORDS[x.status][0]:<5} {x.check:<{widest}} {x.seconds:6.1f} s  {x.detail}".rstrip())

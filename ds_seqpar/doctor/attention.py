@@ -1,8 +1,8 @@
 """Compare attention with its definition, both for each kernel and for a call with the configured schedule.
 
-The definition computed in fp64 is the correct result; the definition computed in another dtype shows the usual rounding
-error. The result of a wrong call is compared with the results of likely mistakes: a part of the mask is dropped, heads
-are mixed up, or a product of two blocks is missing.
+The definition computed in fp64 is the correct result, and the definition computed in another dtype shows the usual
+rounding error. If a call is wrong, its result is compared with the results of likely mistakes: a part of the mask is
+dropped, heads are mixed up, or a product of two blocks is missing.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NAMES = ("out", "dq", "dk", "dv")
 # (position of the first query, queries, keys), with odd lengths, a single query, and queries after all keys
 SHAPES = ((0, 64, 64), (0, 61, 61), (30, 37, 67), (66, 1, 67), (32, 96, 64))
 LARGE = ((0, 256, 256), (0, 515, 515), (300, 130, 515))
-BLOCKS = 16  # number of blocks in the checked sums
+BLOCKS = 16  # number of blocks in the sums to check
 FACTOR = " times what it must be"
-LEAST = 64  # minimum tokens of a call
+LEAST = 64  # minimum number of tokens in a call
 
 
 def kernels(job: Job) -> list[Finding]:
-    """Compare each kernel that the job may use with a computation in fp64, forward and backward."""
+    """Compare each kernel that the job may use with a computation in fp64, in forward and backward."""
     tokens, config = 4 * job.sp.multiple // job.sp.size, job.sp.config
     local = torch.empty(1, tokens, job.heads[0], job.head_dim, dtype=job.dtype, device=job.sp.device)
     keys = 1, tokens, job.heads[1], job.head_dim
@@ -80,9 +80,9 @@ def _product(kernel: Kernel, tensors: list[Tensor], cut: tuple[Tile, ...], scale
 
 
 def sums(job: Job) -> list[Finding]:
-    """Check that results of many blocks are accumulated in fp32.
+    """Check that the results of many blocks are accumulated in fp32.
 
-    The terms added to 1 are so small that a 16-bit sum would lose them.
+    The terms added to 1 are so small that they would be lost in a 16-bit sum.
     """
     step, wrong = torch.finfo(job.dtype if job.dtype.itemsize == 2 else torch.bfloat16).eps, ""
     block = torch.zeros(1, 8, 1, 8, dtype=sum_dtype(job.dtype), device=job.sp.device)
@@ -99,21 +99,21 @@ def sums(job: Job) -> list[Finding]:
 
 
 class _Case(NamedTuple):
-    """A mask, both as an argument of `attention` and as explicit visibility."""
+    """A mask, both as an argument for `attention` and as a tensor of visible keys."""
 
     name: str
     mask: Mask
     layout: BatchLayout | None
     visible: Tensor  # bool (queries, keys), False for ignored queries
-    dropped: dict[str, Tensor]  # part of the mask -> visible keys without this part
+    dropped: dict[str, Tensor]  # visible keys without one part of the mask, by part
 
 
 def attention(job: Job) -> Gathering:
-    """Compare one forward and backward call with the definition, for each mask."""
+    """Compare one forward and backward call with the definition for each mask."""
     sp, findings, cases = job.sp, list[Finding](), _cases(job)
     sent = torch.bfloat16 if sp.config.comm_dtype == "bf16" and sp.runtime.size > 1 else job.dtype
     whole = {case.name: random(job, case.visible, *job.heads) for case in cases}
-    yield None  # yield before communicating, so that no rank waits if another one has failed
+    yield None  # yield before communicating, so that no rank waits if another rank has failed
     for case in cases:
         held = sp.shard(torch.arange(len(case.visible), device=sp.device), 0, case.layout)
         q, k, v, do = (sp.shard(x, 1, case.layout).detach().requires_grad_() for x in whole[case.name])
@@ -131,7 +131,7 @@ def attention(job: Job) -> Gathering:
         wrong = ["", ""]
         for at, (share, text) in reversed([*enumerate(all_of := errors(found, exact, plain, sent, held))]):
             if share > 1:
-                known = FACTOR in text or share == torch.inf  # NaN has no explanation
+                known = FACTOR in text or share == torch.inf  # NaN cannot be explained
                 cause = "" if known else _cause(job, case, whole[case.name], at, found[at], exact, held)
                 wrong[at > 0] = f"{'backward' if at else 'forward'}: {cause or text}"
         by_rank = yield wrong  # a wrong forward on any rank also makes backward wrong
@@ -166,14 +166,14 @@ def _cases(job: Job) -> list[_Case]:
 
 
 def masks(tokens: int, window: int | None) -> dict[str, Mask]:
-    """Return common masks of models by name. `window` is the model's window, or None."""
+    """Return masks that are common in models, by name. `window` is the model's window, or None."""
     documents = (0, tokens // 3, tokens // 3 + 1, tokens // 2 + 3)
     cut = Mask(window=min(window or tokens, tokens // 3))
     return {"full": FULL, "causal": CAUSAL, "window": cut, "documents": Mask(documents=documents)}
 
 
 def seen(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the visibility of keys at given positions, bool (queries, keys)."""
+    """Return which keys are visible at the given positions, bool (queries, keys)."""
     q, kv, starts = queries[:, None], keys[None, :], torch.tensor(mask.documents, device=keys.device)
     of_document = torch.bucketize(q, starts, right=True) == torch.bucketize(kv, starts, right=True)
     return of_document & ((kv <= q) | (not mask.causal)) & (kv > q - (mask.window or len(keys) + len(queries)))
@@ -199,7 +199,7 @@ def define(
         job: The job.
         tensors: q, k, v and do (1, tokens, heads, head_dim).
         seen: The keys that each query sees, bool (queries, keys).
-        computed: The query-key products to add up, normalized by the correct log-sum-exp; default: `seen`.
+        computed: The query-key products to add up, normalized by the correct log-sum-exp. The default is `seen`.
         dtype: The dtype of the computation.
     """
     found, scale, group = list[list[Tensor]](), job.head_dim**-0.5, tensors[0].shape[2] // tensors[1].shape[2]
@@ -216,7 +216,7 @@ def define(
         weights = weights.where(seen if computed is None else computed, 0)
         d_scores = weights * (d_weights - delta) * slope
         of_queries = [torch.einsum("hqk,kd->qhd", *pair) for pair in ((weights, v), (d_scores, k))]
-        # compute each query head separately, then add in the dtype, as some kernels do
+        # compute each query head separately, then add in the inputs' dtype, as in some kernels
         of_keys = [torch.einsum("hqk,qhd->khd", *x).sum(1, keepdim=True) for x in ((d_scores, q), (weights, do))]
         found.append([*of_queries, *of_keys, lse[..., 0].T])
     return [torch.cat(of_kind, dim=1).double() for of_kind in zip(*found, strict=True)]
@@ -225,19 +225,20 @@ def define(
 def errors(
     found: list[Tensor], exact: list[Tensor], plain: list[Tensor], dtype: torch.dtype, held: Tensor | None = None
 ) -> list[tuple[float, str]]:
-    """Return, for each of NAMES, the error as a share of the allowed error, and a description.
+    """For each name in NAMES, return the error as a fraction of the allowed error, and a description of the error.
 
-    The allowed error is twice the error of a plain computation, plus a few roundings. Both the maximum error and the
-    root mean square are checked; the latter reveals small errors that affect all elements.
+    The allowed error is twice the error of a plain computation, plus a few rounding errors. Both the maximum error and
+    the root mean square are checked. The root mean square reveals small errors that affect all elements.
 
     Args:
-        found: The computed result, for this rank's tokens.
+        found: The computed result for this rank's tokens.
         exact: The result of `define`.
         plain: The result of `define` in the tensors' dtype.
         dtype: The dtype to which tensors are rounded.
-        held: Indices of this rank's tokens; default: all tokens.
+        held: Indices of this rank's tokens. The default is all tokens.
     """
-    group, result = exact[0].shape[1] / exact[2].shape[1], []  # some kernels add up a group's gradients in this dtype
+    # some kernels add up the gradients of a group of heads in this dtype
+    group, result = exact[0].shape[1] / exact[2].shape[1], []
     rounding = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 8) * max(1.0, (group / 2) ** 0.5)
     for name, x, whole, usual in zip(NAMES, found, exact, plain, strict=False):
         expected, worst = whole if held is None else whole[held], (0.0, "")
@@ -259,8 +260,7 @@ def errors(
 def _cause(
     job: Job, case: _Case, tensors: list[Tensor], at: int, found: Tensor, exact: list[Tensor], held: Tensor
 ) -> str:
-    """Explain a wrong result by the first likely mistake that reproduces the result for one head and block; "" if none
-    does.
+    """Return the first likely mistake that reproduces a wrong result for one head and block, or "" if no mistake does.
 
     Args:
         job: The job.
@@ -283,7 +283,7 @@ def _cause(
     rows = blocks[held] == here
 
     def guess(computed: Tensor, kv: int) -> Tensor:
-        """Return the result if only the products in `computed` were added up, with key/value head `kv`."""
+        """Return the result of adding up only the products in `computed`, with key/value head `kv`."""
         first = group * (own if of_queries else kv)
         heads = slice(first, first + group), slice(kv, kv + 1), slice(kv, kv + 1), slice(first, first + group)
         of = define(job, [x[:, :, one] for x, one in zip(tensors, heads, strict=True)], case.visible, computed)

@@ -1,4 +1,4 @@
-"""Check each rank's data: tokens, positions and labels of sharded batches, and the sequences that loaders yield."""
+"""Check each rank's data: the tokens, positions and labels of sharded batches, and the sequences from loaders."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ def batches(job: Job) -> list[Finding]:
 
 
 def _wrong(job: Job, whole: Mapping[str, Tensor], shard: Mapping[str, Any]) -> str:
-    """Describe how a shard differs from its whole batch; "" if correct. Collective over the ranks that share the
-    sequence.
+    """Describe how a shard differs from its whole batch, or return "" if the shard is correct.
+
+    The call is collective across the ranks that share the sequence.
     """
     sp, ids = job.sp, whole["input_ids"]
     positions = whole.get("position_ids", torch.arange(ids.shape[1], device="cpu").expand_as(ids))
     mask = whole.get("attention_mask", torch.ones_like(ids)).bool()
-    first = torch.nn.functional.pad(positions[:, 1:] == 0, (0, 1), value=True)  # the next token starts another document
+    first = torch.nn.functional.pad(positions[:, 1:] == 0, (0, 1), value=True)  # the next token starts a new document
     labels = whole["labels"].roll(-1, 1).masked_fill(first, IGNORE)
     for name, right in (("input_ids", ids), ("position_ids", positions), ("shift_labels", labels)):
         local = shard[name]
-        late = torch.ones_like(local)  # whether labels are the next tokens of this rank, not of the sequence
+        late = torch.ones_like(local)  # whether labels are this rank's next tokens instead of the sequence's
         late[:, :-1] = local[:, :-1] == shard["labels"][:, 1:]
         own = torch.arange(local.shape[1], device="cpu").expand_as(local)
         got, own, late = (sp.gather(x.contiguous(), 1, shard.get("placement")) for x in (local, own, late))
@@ -74,7 +75,7 @@ def _wrong(job: Job, whole: Mapping[str, Tensor], shard: Mapping[str, Any]) -> s
 
 
 def loaders(job: Job) -> Generator[Any, list[Any], list[Finding]]:
-    """Check that the ranks of a group receive the same sequences, and that groups receive different sequences."""
+    """Check that ranks of the same group receive the same sequences, and that groups receive different sequences."""
     sp, numbers, findings = job.sp, [*range(2 * BATCHES * job.sp.data_size)], []
     dealt = sp.loader(DataLoader(numbers, batch_size=1))  # type: ignore[arg-type]
     given = {"sp.sampler": [*sp.sampler(numbers)], "sp.loader": [int(x) for batch in dealt for x in batch]}

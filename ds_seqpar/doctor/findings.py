@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..parallel import SequenceParallel
 
 Status = Literal["fail", "not tried", "pass"]  # worst first
-AGREEMENT = "agreement"  # ranks cannot communicate if this check fails
+AGREEMENT = "agreement"  # if this check fails, ranks cannot communicate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,15 @@ class Job:
 
     Attributes:
         sp: The SequenceParallel to train with.
-        model: The model; None examines only attention.
+        model: The model, or None to examine only attention.
         heads: The model's (query heads, key/value heads).
         head_dim: The head dimension of the model's attention.
         dtype: The model's dtype.
-        window: Number of keys visible to each query in the model's windowed layers; None without windows.
-        softcap: The bound of the model's scores; None without a bound.
+        window: The number of keys visible to each query in the model's windowed layers, or None without windows.
+        softcap: The bound on the model's scores, or None without a bound.
         quick: Whether to run only checks that take a few seconds.
-        content: The DeepSpeed configuration; {} without DeepSpeed.
-        loader: The job's data loader, if there is one.
+        content: The DeepSpeed configuration, or {} without DeepSpeed.
+        loader: The job's data loader, or None.
     """
 
     sp: SequenceParallel
@@ -59,9 +59,9 @@ class Finding:
     Attributes:
         check: The name of the check, in a few words.
         status: Whether the check passed, failed or was not tried.
-        detail: Figures if the check passed; otherwise the problem, or the reason for skipping the check.
-        advice: The remedy, if the check failed.
-        seconds: Duration of the function that ran the check, set only on the first of its findings.
+        detail: Figures if the check passed, otherwise the problem or the reason for skipping the check.
+        advice: The remedy if the check failed.
+        seconds: The duration of the function that ran the check, set only on the function's first finding.
     """
 
     check: str
@@ -76,25 +76,27 @@ class Finding:
         return cls(check=check, status="fail" if wrong else "pass", detail=wrong or passed, advice=advice * bool(wrong))
 
 
-# A check, called on all ranks at once: a plain function that returns findings, or a generator. A generator yields this
-# rank's results, receives a list of all ranks' results, and returns the same number of findings on every rank. An error
-# before a yield fails the check on all ranks. A check that communicates must therefore yield first, so that no rank
-# waits for one that has failed.
+# A check is called on all ranks at once. It is a plain function that returns findings, or a generator. A generator
+# yields this rank's results, receives a list of all ranks' results, and returns the same number of findings on every
+# rank. An error before a yield fails the check on all ranks. A check that communicates must therefore yield first, so
+# that no rank waits for a rank that has failed.
 Check = Callable[[Job], Sequence[Finding] | Generator[Any, list[Any], Sequence[Finding]]]
 
 
 def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[str], object]) -> list[Finding]:
-    """Run checks and return the combined findings of all ranks, the same on each rank. Collective over all ranks.
+    """Run checks and return the combined findings of all ranks, the same on each rank.
+
+    The call is collective across all ranks.
 
     Args:
         job: The job.
         checks: (name for errors, check) pairs.
-        progress: Called with the name of each check before it runs.
+        progress: A function that is called with each check's name before the check runs.
     """
     found, sp, random = list[Finding](), job.sp, random_state()
     unused, received, received_bytes = sp.sharding.unused, dict(sp.comm.received), sp.comm.received_bytes
-    sp.sharding.unused = UnusedSharding(sp.calls)  # keep the doctor's calls out of the training loop's statistics
-    sp.sharding.unused.is_met, apart = True, ""  # apart: the check after which ranks may be out of step
+    sp.sharding.unused = UnusedSharding(sp.calls)  # excludes the doctor's calls from the training loop's statistics
+    sp.sharding.unused.is_met, apart = True, ""  # apart: the name of the check after which ranks may be out of step
     try:
         for name, check in checks:
             if apart:
@@ -110,14 +112,14 @@ def examine(job: Job, checks: Iterable[tuple[str, Check]], progress: Callable[[s
         set_random_state(random)
         sp.checker.flush(last=True)
         sp.sharding.unused = unused
-        sp.comm.received.clear()  # in place, since others refer to it
+        sp.comm.received.clear()  # cleared in place, since other objects refer to the counter
         sp.comm.received.update(received)
         sp.comm.received_bytes = received_bytes
     return found
 
 
 def _results(job: Job, name: str, check: Check) -> tuple[list[Sequence[Finding]], tuple[bool, ...], float]:
-    """Return each rank's findings, whether each rank raised an error, and the seconds of the slowest rank."""
+    """Return each rank's findings, whether each rank raised an error, and the time of the slowest rank in seconds."""
     begun: Any = None
     sent, began = list[Any](), time.monotonic()
     while True:
@@ -141,7 +143,7 @@ def _results(job: Job, name: str, check: Check) -> tuple[list[Sequence[Finding]]
 
 
 def _joined(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return the worst finding of each check, and the affected ranks unless the finding is the same on all ranks."""
+    """Return the worst finding for each check, and the affected ranks unless the finding is the same on all ranks."""
     joined = []
     for check in dict.fromkeys(finding.check for findings in by_rank for finding in findings):
         of_check = {rank: x for rank, findings in enumerate(by_rank) for x in findings if x.check == check}

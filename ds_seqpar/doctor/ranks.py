@@ -32,13 +32,14 @@ from .findings import Finding, Job
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "flash-attn", "liger-kernel", "triton")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "CUBLAS_", "DS_", "CUDA_DEVICE_MAX_CONNECTIONS")
-# variables that may differ between hosts or ranks, such as names of network interfaces
+# variables that may differ between hosts or ranks, such as the names of network interfaces
 OF_A_HOST = ("IFNAME", "HCA", "GID_INDEX", "PLACES", "NCCL_DEBUG", "_LOGS", "_TRACEBACK")
 ADVICE = "see which part of ds_seqpar, or which schedule or layout of your own, is not as it was"
-CPU, DEVICE = (2**20, 4e-3), (2**24, 3e-4)  # (bytes sent each way, seconds up to which a link is never slow)
-FIRST = 64  # bytes of a preceding message that synchronizes both ranks
-ROUNDS, MORE = 4, 5  # the fastest of ROUNDS messages counts; up to MORE attempts before reporting a slow link
-SLOW = 3.0  # multiple of the median link inside or between hosts
+# (bytes sent in each direction, seconds up to which a link never counts as slow)
+CPU, DEVICE = (2**20, 4e-3), (2**24, 3e-4)
+FIRST = 64  # size in bytes of a preceding message that synchronizes both ranks
+ROUNDS, MORE = 4, 5  # the fastest of ROUNDS messages counts, with up to MORE attempts before a link is reported as slow
+SLOW = 3.0  # multiple of the median time of links inside or between hosts
 Link = tuple[int, int]  # (lower rank, higher rank)
 Gathering = Generator[Any, list[Any], list[Finding]]  # see `findings.Check`
 
@@ -61,7 +62,7 @@ def set_variables() -> dict[str, str]:
 
 def environment(job: Job) -> Gathering:
     """Compare the ranks' versions, devices and environment variables that affect communication or computation."""
-    # hash the source, since editable installs of one version may differ between hosts
+    # hash the source, since editable installs of the same version may differ between hosts
     source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
     versions = {"ds_seqpar": str(Fingerprint.of_bytes(source)), **installed(), "device": device_name(job.sp.device)}
     variables = {name: x for name, x in set_variables().items() if not name.endswith(OF_A_HOST) and "/" not in x}
@@ -107,13 +108,13 @@ def links(job: Job) -> Gathering:
         return [Finding(check="links", status="not tried", detail="one rank sends nothing")]
     members, peers = dist.get_process_group_ranks(job.sp.groups.sp), _peers(job)
     comm, rank, best, other = copy.copy(job.sp.comm), dist.get_rank(), dict[Link, float](), ""
-    groups: Any = SimpleNamespace(inner=job.sp.groups.sp, cp_order=range(job.sp.size))  # one group for all links
+    groups: Any = SimpleNamespace(inner=job.sp.groups.sp, cp_order=range(job.sp.size))  # use one group for all links
     comm.groups, (size, floor) = groups, CPU if job.sp.device.type == "cpu" else DEVICE
     sent = torch.full((size,), rank % 256, dtype=torch.uint8, device=job.sp.device)
     yield None
     for _ in range(MORE):
         for _, turn in itertools.product(range(ROUNDS), range(len(members))):
-            number = (turn - members.index(rank)) % len(members)  # index of the peer in this turn
+            number = (turn - members.index(rank)) % len(members)  # the peer's index in this turn
             if (peer := members[number]) not in peers:
                 continue
             arrived, seconds = sent.clone(), 0.0
@@ -152,20 +153,20 @@ def _peers(job: Job) -> set[int]:
 
 
 def slow_ones(by_rank: list[tuple[dict[Link, float], str]], floor: float) -> tuple[dict[Link, float], list[str]]:
-    """Return the seconds of all links, and a description of each link that is slower than similar links.
+    """Return the times of all links in seconds, and a description of each link that is slower than similar links.
 
     Links inside hosts and links between hosts are compared separately.
 
     Args:
-        by_rank: The seconds of each rank's links, and the rank's host.
-        floor: Seconds up to which a link is never slow.
+        by_rank: The time of each rank's links in seconds, and the rank's host.
+        floor: The time in seconds up to which a link never counts as slow.
     """
     links, slow = dict[Link, float](), []
     for link, seconds in (item for best, _ in by_rank for item in best.items()):
         links[link] = max(seconds, links.get(link, 0.0))
     for inside in (True, False):
         alike = {link: x for link, x in links.items() if (by_rank[link[0]][1] == by_rank[link[1]][1]) == inside}
-        # half of the links are faster if bridges connect devices in pairs
+        # half of the links are faster if bridges connect pairs of devices
         usual = (statistics.median_high if len(alike) > 2 else statistics.median_low)(alike.values() or [0.0])
         slow += [
             f"the link of ranks {a} and {b} takes {x * 1e3:.1f} ms, where {usual * 1e3:.1f} ms are usual"

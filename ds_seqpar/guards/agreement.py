@@ -1,4 +1,4 @@
-"""Make ranks agree before they communicate, so that an error on one rank is raised on all ranks and none hangs."""
+"""Make ranks agree before they communicate. If one rank has an error, all ranks raise an error and no rank hangs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..core.runtime.groups import all_ranks
 from ..core.runtime.transport import Communication, receive, send
 from .waits import explaining_failure
 
-# maps the fields of ranks that differ, by rank, to a clause for the error, or ""; None: the difference is no error
+# maps the fields of differing ranks, by rank, to a clause for the error, or ""; None: the difference is not an error
 Advice = Callable[[Mapping[int, Fields]], str | None]
-BACKWARD = "backward"  # name of the comparison before a backward that communicates; see `backward_order.py`
+BACKWARD = "backward"  # name of the comparison before a backward pass that communicates; see `backward_order.py`
 LEFT_OUT = "add 0 * out.sum() where a rank's loss leaves attention out"
-ALL = "on all ranks"  # in the remedy of calls outside training steps, such as calls for printing
+ALL = "on all ranks"  # part of the remedy for calls outside training steps, such as calls for printing
 
 
 def assert_ranks_agree(
@@ -38,30 +38,30 @@ def assert_ranks_agree(
     call: str = "",
     advice: Advice | None = None,
 ) -> int:
-    """Raise an error on all ranks of a group unless every rank passes the same value and no rank passes an error.
+    """Raise an error on all ranks in a group unless every rank passes the same value and no rank passes an error.
 
     Args:
         group: Process group for CPU tensors; None for a single rank.
         name: Name of the value in errors, the same on all ranks.
-        value: Value whose repr must be the same on all ranks of the group, or on the ranks of `peers` if `among_peers`
-            is set. Mappings, dataclasses and lists of either are compared field by field, and an error names the fields
-            that differ. A frequently compared value may be passed as `Compared`.
+        value: Value whose repr must be the same on all ranks in the group, or on the ranks in `peers` if `among_peers`
+            is set. Mappings, dataclasses, and lists of mappings or dataclasses are compared field by field, and the
+            error names the fields that differ. A frequently compared value may be passed as `Compared`.
         error: Reason why this rank cannot continue. This rank raises the error, and the other ranks raise a
             DisagreementError that quotes the error.
-        number: Number whose maximum over ranks is returned; passed on all ranks or on none.
-        peers: This rank's part of the group. The ranks of `peers` first check that all of them make this call outside a
-            backward. None stands for this rank alone.
+        number: Number whose maximum over ranks is returned. Pass a number on all ranks or on no rank.
+        peers: This rank's part of the group. The ranks in `peers` first check that all of them make this call outside a
+            backward pass. None means that the part contains only this rank.
         among_peers: Whether values may differ between parts of the group.
-        call: Name of the user's call, shown in the error if a rank does not make the call.
-        advice: Function that returns the cause of a difference and the remedy, if known.
+        call: Name of the user's call, which is shown in the error if a rank does not make the call.
+        advice: Function that returns the cause of a difference and its remedy, if known.
 
     Returns:
-        Maximum of `number` over ranks, or 0 if no number is passed.
+        The maximum of `number` over ranks, or 0 if no number is passed.
 
     Raises:
-        SeqParError: On the rank that passed `error`.
-        DisagreementError: On all other ranks, and on all ranks if values differ.
-        CommunicationError: If a rank does not make the call.
+        SeqParError: Raised on the rank that passed `error`.
+        DisagreementError: Raised on all other ranks, or on all ranks if values differ.
+        CommunicationError: A rank does not make the call.
     """
     for owner in sorted(checkers):
         checkers[owner].flush_before(group)
@@ -79,10 +79,10 @@ def assert_ranks_agree(
 
 @dataclasses.dataclass
 class Agreed:
-    """Contribution of a rank to an agreement, and the result of the agreement."""
+    """A rank's contribution to an agreement, and the agreement's result."""
 
     value: object = None  # see `assert_ranks_agree`
-    number: int | None = None  # see `assert_ranks_agree`; afterwards, the maximum over ranks
+    number: int | None = None  # see `assert_ranks_agree`; after the agreement, the maximum over ranks
 
 
 @contextlib.contextmanager
@@ -90,19 +90,19 @@ def together(
     group: dist.ProcessGroup | None, action: str, name: str = "", *, error: SeqParError | None = None,
     passing: tuple[type[Exception], ...] = (), **options: Any,
 ) -> Iterator[Agreed]:  # fmt: skip
-    """Context manager that makes all ranks raise an error if its body raises an exception on one rank.
+    """Return a context manager that makes all ranks raise an error if its body raises an exception on one rank.
 
     Args:
         group: Process group for CPU tensors; None for a single rank.
         action: Description of the body for error messages, such as "loading data".
-        name: Name of the value that ranks compare; the default is `action`.
-        error: Earlier error of this rank.
+        name: Name of the value that ranks compare. Defaults to `action`.
+        error: This rank's error from an earlier step, if any.
         passing: Exceptions that propagate without an agreement, because ranks have already agreed on them or cannot
-            agree.
-        **options: Further arguments of `assert_ranks_agree`.
+            agree on them.
+        **options: Further arguments for `assert_ranks_agree`.
 
     Yields:
-        Object in which the body stores the value and the number to compare.
+        An object in which the body stores the value and the number to compare.
 
     Raises:
         SeqParError: Under the same conditions as in `assert_ranks_agree`.
@@ -112,7 +112,7 @@ def together(
         yield agreed
     except passing:
         raise
-    except Exception as reason:  # other ranks wait for this rank
+    except Exception as reason:  # other ranks are waiting for this rank
         error = error or as_seqpar_error(f"{action} failed", reason)
     agreed.number = assert_ranks_agree(
         group, name or action, agreed.value, error=error, number=agreed.number, **options
@@ -120,19 +120,21 @@ def together(
 
 
 class Checker(Protocol):
-    """Deferred comparisons of a set of groups; see `consistency`."""
+    """Deferred comparisons for a set of groups; see `consistency`."""
 
     def flush_before(self, group: dist.ProcessGroup | None) -> None: ...
 
     def forget(self, group: dist.ProcessGroup | None) -> None: ...
 
 
-# keyed by the number of their groups
+# keyed by the number of the set of groups
 checkers: weakref.WeakValueDictionary[int, Checker] = weakref.WeakValueDictionary()
 
 
 class Entry(NamedTuple):
-    """Value that ranks compare, with its description in errors; `assert_ranks_agree` explains `call` and `advice`."""
+    """A value that ranks compare, with its description for errors. `assert_ranks_agree` explains `call` and
+    `advice`.
+    """
 
     compared: Compared
     call: str
@@ -144,7 +146,7 @@ class Entry(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """Remedy if a rank does not make the call, taken from the parentheses in `call`."""
+        """The remedy if a rank does not make the call, taken from the parentheses in `call`."""
         return self.call.partition(" (")[2].removesuffix(")")
 
     @property
@@ -161,13 +163,13 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-FAILED = 2**63 - 1  # never equal to a fingerprint or a negated fingerprint
+FAILED = 2**63 - 1  # a value that never equals a fingerprint or a negated fingerprint
 
 
 def differ(group: dist.ProcessGroup | None, compared: int, subject: str, failed: bool = False) -> bool:
-    """Return whether fingerprints differ between ranks or any rank has failed.
+    """Return whether fingerprints differ between ranks or any rank has an error.
 
-    All ranks of the group must call this function.
+    All ranks in the group must call this function.
 
     Args:
         group: Process group for CPU tensors; None for a single rank.
@@ -182,7 +184,7 @@ def differ(group: dist.ProcessGroup | None, compared: int, subject: str, failed:
 def maximum(group: dist.ProcessGroup | None, number: int, subject: str) -> int:
     """Return the maximum of `number` over ranks.
 
-    Call `maximum` only after an agreement, so that every rank of the group calls it.
+    Call `maximum` only after an agreement, so that every rank in the group calls it.
     """
     return _maxima(group, (number,), subject)[0]
 
@@ -190,22 +192,22 @@ def maximum(group: dist.ProcessGroup | None, number: int, subject: str) -> int:
 def _maxima(group: dist.ProcessGroup | None, numbers: Sequence[int], subject: str) -> Sequence[int]:
     if group is None or _size(group) == 1:
         return numbers
-    # a selective checkpoint would search its saved operations for the operations run here
+    # a selective checkpoint would search its saved operations for the operations that run here
     span = profiling.span(f"agree on {subject}")
     with span, compat.without_dispatch_modes(), explaining_failure(subject, group) as wait:
         return all_reduce_max(numbers, group, wait)
 
 
 AGREEMENT_TAG = 0x5EA9  # unusual tag for `all_reduce_max`, since users may also send in the group of all ranks
-DIRECT = 4  # up to this many ranks send to each other directly, so that each rank sees which one is missing
+DIRECT = 4  # up to this number of ranks send to each other directly, so that each rank can tell which rank is missing
 
 
 def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communication: Communication) -> list[int]:
     """Return the maximum of each number over ranks.
 
     Three or four ranks send to each other directly. In groups of other sizes, all ranks send to the first rank, which
-    replies, because two ranks that send simultaneously over gloo slow each other down. `dist.all_reduce` is not used
-    because the call could pair with a user's all-reduce in the group of all ranks.
+    replies. Two ranks do not send to each other directly, because simultaneous sends over gloo slow each other down.
+    `dist.all_reduce` is not used because the call could be paired with a user's all-reduce in the group of all ranks.
 
     Args:
         numbers: Integers of at most 63 bits, with the same count on all ranks.
@@ -218,11 +220,11 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communicati
     peers = [(rank - distance) % size for distance in range(1, size)] if direct or answers else [0]
     maxima = torch.tensor([numbers] * (len(peers) + 1), dtype=torch.int64, device="cpu")
 
-    def await_(peer: int) -> None:  # in larger groups, the first rank may wait for any rank
+    def await_(peer: int) -> None:  # in larger groups, the first rank may be waiting for any rank
         communication.awaited = (peer, 1) if answers or size <= DIRECT else None
 
     def start_receive(x: Tensor, peer: int) -> Any:
-        await_(peer)  # a receive fails immediately if the peer has ended
+        await_(peer)  # a receive fails immediately if the peer's process has ended
         return receive(x, group, peer, AGREEMENT_TAG)
 
     def send_to_all(x: Tensor) -> list[Any]:
@@ -234,7 +236,7 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communicati
         await_(peer)
         work.wait()
     found = maxima.amax(0)
-    for work in sends or send_to_all(found):  # a send completes when its receiver takes part
+    for work in sends or send_to_all(found):  # a send completes only when its receiver takes part
         work.wait()
     return found.tolist()
 
@@ -242,12 +244,12 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup, communicati
 def all_reduce_sum(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
     """Return the sum of each number over ranks, in fp64.
 
-    All ranks receive bitwise equal sums, because gloo adds each element in one place. Call this function only after an
-    agreement, so that every rank of the group calls it.
+    All ranks receive bitwise identical sums, because gloo adds up each element on a single rank. Call this function
+    only after an agreement, so that every rank in the group calls it.
 
     Args:
         group: Process group for CPU tensors.
-        numbers: This rank's summands, with the same count on every rank.
+        numbers: The numbers that this rank contributes. Every rank must contribute the same count of numbers.
         call: Name of the user's call in errors.
     """
     total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -262,17 +264,17 @@ def raise_difference(
 ) -> None:  # fmt: skip
     """Gather errors and fields from all ranks, and raise the same error on every rank if they disagree.
 
-    Gathering is slow and happens only after ranks were found to disagree. An uncaught error is printed by a single
-    rank.
+    Gathering is slow, and happens only after a disagreement between ranks was found. An uncaught error is printed by a
+    single rank.
 
     Args:
         group: Process group for CPU tensors; None for a single rank.
-        entries: Entries that this rank has compared since ranks last agreed, ending with the current call.
+        entries: Entries that this rank has compared since ranks last agreed, up to and including the current call.
         error: Reason why this rank cannot continue.
         part: Part of the group in which values must be the same.
-        before: Number of calls of the step that were compared before `entries`; None if each call raises its own
+        before: Number of calls in the step that were compared before `entries`; None if each call raises its own
             errors.
-        values_may_differ: Whether to raise an error only if ranks make different calls.
+        values_may_differ: Whether to raise an error only if ranks make different calls, but not if values differ.
     """
     if found := _difference(group, entries, error, part, before, values_may_differ):
         for checker in list(checkers.values()):
@@ -315,11 +317,11 @@ def _difference(
 def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]:
     """Return the objects of all ranks, in order of group rank.
 
-    All ranks of the group must call this function.
+    All ranks in the group must call this function.
 
     Args:
         group: Process group for CPU tensors; None for a single rank.
-        local: This rank's object, a tuple that starts with a name for errors.
+        local: This rank's object, which must be a tuple whose first item is a name for errors.
     """
     if group is None or _size(group) == 1:
         return [local]
@@ -330,9 +332,9 @@ def all_gather_objects(group: dist.ProcessGroup | None, local: Any) -> list[Any]
 
 
 def _why_other_calls(by_rank: Mapping[int, tuple[str, Fields, str]]) -> str:
-    """Return why ranks make different calls, with the remedy, or "" if the cause is unknown.
+    """Explain why ranks make different calls and name the remedy, or return "" if the cause is unknown.
 
-    `by_rank` contains the name, the fields and the remedy of each rank's call.
+    `by_rank` contains the name, the fields and the remedy for each rank's call.
     """
     remedies = dict.fromkeys(remedy for name, _, remedy in by_rank.values() if remedy and name != BACKWARD)
     if asides := [remedy for remedy in remedies if ALL in remedy]:
@@ -347,12 +349,12 @@ def _why_other_calls(by_rank: Mapping[int, tuple[str, Fields, str]]) -> str:
 def differences(by_rank: Mapping[int, tuple], why: str = "", where: str = "") -> str:
     """Describe the differences between ranks, or return "" if there are none.
 
-    Ranks with the same fields are named together: "ranks 0-2: size 4; rank 3: size 2".
+    Ranks with the same fields are grouped, as in "ranks 0-2: size 4; rank 3: size 2".
 
     Args:
         by_rank: Name of the compared value, its fields and further items, by rank.
         why: Cause and remedy, if known.
-        where: Position of the call among several calls, in words.
+        where: Description of the call's position among several calls.
     """
     if len({compared for compared, *_ in by_rank.values()}) > 1:
         by_call = {

@@ -1,10 +1,10 @@
-"""Check that all ranks of a sequence make the same calls.
+"""Check that all ranks that share a sequence make the same calls.
 
-On CPUs, each call is compared before sending anything, because hosts wait for each other in every call anyway. On
+On CPUs, each call is compared before anything is sent, because hosts wait for each other in every call anyway. On
 accelerators, hosts run ahead of their devices and must not wait for each other in every call. The comparison of a call
-is therefore deferred if ranks have already agreed on a similar call. A deferred comparison sends nothing until the next
-new kind of call or the end of the step, when all deferred calls are compared together. A rank that cannot continue
-compares immediately. The other ranks also reach a comparison, because no host waits for its device before a comparison.
+is therefore deferred if ranks have already agreed on a similar call. All deferred calls are compared together at the
+next new kind of call or at the end of the step. A rank that cannot continue starts a comparison immediately. The other
+ranks also reach a comparison, because no host waits for its device before comparing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from . import mismatch_hints
 from .agreement import Advice, Entry, checkers, differ, maximum, raise_difference
 from .process_exit import IDLE_TIMEOUT
 
-# maps a tensor's values on the CPU to an error of this rank, or to fields that ranks compare
+# maps a tensor's values on the CPU to this rank's error, or to fields that ranks compare
 Judge = Callable[[Tensor], SeqParError | Mapping[str, object]]
 MOST_DEFERRED = 512  # maximum number of deferred calls, for long steps such as an evaluation
-MOST_KNOWN = 1024  # maximum number of remembered values that ranks have agreed on
+MOST_KNOWN = 1024  # maximum number of remembered values on which ranks have agreed
 NOTHING, END = Entry.of("", {}), Entry.of("end of the step", {})
 
 
 class _Look(NamedTuple):
-    """Tensor that is being copied to the CPU for a check."""
+    """A tensor that is being copied to the CPU for a check."""
 
     after: Entry  # last entry compared before the copy began
     copy: Tensor
@@ -46,7 +46,7 @@ class _Look(NamedTuple):
 
 
 class InputAgreement(Guard):
-    """Guard that compares the inputs of each call across the ranks of a sequence.
+    """Guard that compares each call's inputs across the ranks that share a sequence.
 
     If one rank finds an error in its inputs, all ranks raise an error.
     """
@@ -58,7 +58,7 @@ class InputAgreement(Guard):
         if self.checker.group is None:
             return error
         advice = mismatch_hints.of_attention if inputs.call == ATTENTION else None
-        # a torch.func transform blocks all messages, even the error that refuses the transform
+        # a torch.func transform blocks all messages, even the message with the error that rejects the transform
         with compat.without_torch_func():
             self.checker.check_deferred(
                 inputs.compared.name, inputs.compared, error=error, call=inputs.call, advice=advice,
@@ -71,7 +71,7 @@ class ConsistencyChecker:
     """Comparisons between the ranks that share a sequence.
 
     Args:
-        groups: This rank's groups; None for virtual ranks of one process, which need not agree.
+        groups: This rank's groups; None for virtual ranks in one process, which need not agree.
         agreement: Value of the `agreement` setting.
     """
 
@@ -81,8 +81,8 @@ class ConsistencyChecker:
         # type of the devices on which repeated calls are deferred; None: nothing is deferred
         self.defers_on = None if device is None or agreement == "always" else device.type
         self._entries: list[Entry] = []  # entries deferred since the last comparison
-        self._before = 0  # number of calls of the step that are already compared
-        # fingerprints of agreed values, oldest first, the same on all ranks
+        self._before = 0  # number of calls in the step that have already been compared
+        # fingerprints of the values on which ranks have agreed, oldest first; the same on all ranks
         self._known: dict[int, None] = {}
         self._last = NOTHING
         self._looks: list[_Look] = []
@@ -98,7 +98,7 @@ class ConsistencyChecker:
         self, name: str, value: object, *, error: SeqParError | None = None, number: int | None = None, call: str = "",
         advice: Advice | None = None,
     ) -> int:  # fmt: skip
-        """Compare a value across ranks immediately; `assert_ranks_agree` explains the arguments and the result."""
+        """Compare a value across ranks immediately. `assert_ranks_agree` explains the arguments and the result."""
         entry = Entry.of(name, value, call, advice)
         self._compare(entry, self._judge(entry) or error)
         return 0 if number is None else maximum(self.group, number, entry.subject)
@@ -109,12 +109,13 @@ class ConsistencyChecker:
     ) -> None:  # fmt: skip
         """Compare a value across ranks at the end of the step if deferral is allowed, and immediately otherwise.
 
-        A value whose `advice` may allow differences must be passed to `check_now`.
+        If the `advice` for a value may allow differences, use `check_now` instead.
 
         Args:
-            name: Name of the value; `assert_ranks_agree` explains the arguments up to `advice`.
-            device: Device of the tensors that are sent next; None for the devices on which calls are deferred.
-            like: Part of the value that must match an earlier call for deferral; None for the whole value.
+            name: Name of the value. `assert_ranks_agree` explains the arguments up to `advice`.
+            device: Device of the tensors that will be sent next; None for the devices on which calls are deferred.
+            like: Part of the value that must match an earlier call so that the comparison can be deferred; None for the
+                whole value.
         """
         entry = Entry.of(name, value, call, advice)
         error = self._judge(entry) or error
@@ -128,15 +129,15 @@ class ConsistencyChecker:
             self._compare(END)
 
     def check_values(self, x: Tensor, judge: Judge) -> None:
-        """Copy a tensor to the CPU, and check its values when the copy has arrived.
+        """Copy a tensor to the CPU, and check its values when the copy is complete.
 
-        Values are checked at the next comparison of the same kind, for example in the next forward. Remaining values
-        are checked in the last `flush` or at exit. All ranks must make the same calls to `check_values`.
+        Values are checked at the next comparison of the same kind, for example in the next forward pass. Remaining
+        values are checked in the last `flush` or at exit. All ranks must make the same calls to `check_values`.
 
         Args:
             x: Tensor to check.
-            judge: Function that receives the copy. A reference from `judge` to the SequenceParallel would keep the
-                object alive until exit.
+            judge: Function that receives the copy. `judge` must not reference the SequenceParallel, which would
+                otherwise stay alive until exit.
         """
         copy = x.detach().to("cpu", non_blocking=True)
         on_its_way = x.device.type != "cpu" and not compat.is_fake(copy)
@@ -145,13 +146,13 @@ class ConsistencyChecker:
         self._at_exit = self._at_exit or weakref.finalize(self, _say, self._looks)
 
     def flush(self, *, last: bool = False) -> None:
-        """Compare deferred values across ranks, which makes ranks wait for each other.
+        """Compare deferred values across ranks. Ranks wait for each other.
 
         Call `flush` on all ranks at the end of a step.
 
         Args:
-            last: Whether no forward follows. The last `flush` also waits for the device and checks the remaining
-                values.
+            last: Whether this is the last `flush`, after which no forward pass follows. The last `flush` also waits for
+                the device and checks the remaining values.
         """
         judges = last and bool(self._looks)
         error = self._judge() if judges else None
@@ -165,7 +166,7 @@ class ConsistencyChecker:
             self.flush()
 
     def forget(self, group: dist.ProcessGroup | None) -> None:
-        """Drop deferred values after all ranks of the group have raised an error."""
+        """Drop deferred values after all ranks in the group have raised an error."""
         if self._entries and self.group is group:
             self._entries, self._before = [], 0
 
@@ -187,9 +188,9 @@ class ConsistencyChecker:
                 del self._known[next(iter(self._known))]
 
     def _judge(self, again: Entry | None = None) -> SeqParError | None:
-        """Check arrived values and return this rank's error.
+        """Check the values whose copies are complete, and return this rank's error.
 
-        `again` is the current comparison, for which values of the same kind are checked; None selects all values.
+        Only values of the same kind as the current comparison `again` are checked, or all values if `again` is None.
         Fields that ranks must compare are added to the deferred entries.
         """
         self._last = again or self._last
@@ -216,12 +217,12 @@ def _found(looks: Iterable[_Look]) -> Iterable[tuple[_Look, SeqParError | Mappin
             continue
         try:
             yield look, look.judge(look.copy)
-        except Exception as error:  # a rank that raises alone would leave its peers waiting
+        except Exception as error:  # if only one rank raised, its peers would keep waiting
             yield look, as_seqpar_error("a check of a tensor's values failed", error)
 
 
 def _say(looks: list[_Look]) -> None:
-    """At exit, print errors of this rank that were never raised, without waiting for a stuck device."""
+    """At exit, print this rank's errors that were never raised, without waiting for a stuck device."""
     deadline = time.monotonic() + IDLE_TIMEOUT
     while any(look.arrived is not None and not look.arrived.query() for look in looks):
         if time.monotonic() > deadline:

@@ -1,8 +1,8 @@
-"""Find the first NaN or inf in training if `check_finite` is enabled.
+"""Find the first NaN or inf during training if `check_finite` is enabled.
 
-A rank that finds a non-finite number continues until ranks compare, because stopping would leave the other ranks
-waiting. Ranks compare at the end of each attention call and of a patched model's forward, and around an engine's
-backward and step. All ranks then raise the earliest finding.
+A rank that finds a non-finite number continues until ranks compare their findings, because the other ranks would
+otherwise wait forever. Ranks compare their findings at the end of each attention call and of a patched model's forward
+pass, and around an engine's `backward` and `step`. All ranks then raise an error with the earliest finding.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from .agreement import Entry, all_gather_objects, assert_ranks_agree, raise_diff
 from .backward_order import Calls
 
 NAME = "numbers that must be finite"
-SPREAD = 1e-5  # allowed relative difference between the gradient norms of ranks
+SPREAD = 1e-5  # allowed relative difference between ranks' gradient norms
 ADVICE = "see its operands, or take another kernel"
 SUMMED = "though the gradients of each rank were finite after backward"
 LINKS = "what clips or changes them between backwards, as later hooks do, and the links between ranks"
-MADE = 1 << 30  # step of a call's results, after all steps of the program
+MADE = 1 << 30  # step number for a call's results, after all steps of the program
 
 
 class Finding(NamedTuple):
-    """Non-finite numbers found on a rank."""
+    """Non-finite numbers that were found on a rank."""
 
-    step: int  # step of the attention call that found the numbers; negative before the first step
+    step: int  # step of the attention call in which the numbers were found; negative before the first step
     where: str
     advice: str
     numbers: str  # first number and count
     sender: int | None = None  # global rank that sent the numbers
-    ranks: tuple[int, ...] = ()  # ranks that have the numbers, set after a comparison
+    ranks: tuple[int, ...] = ()  # ranks that have the numbers; set after a comparison
 
 
 class Finite(Guard):
@@ -57,11 +57,11 @@ class Finite(Guard):
     Args:
         groups: This rank's groups.
         calls: Counter that provides the names of calls.
-        sequences: Number of groups of ranks that share a sequence.
+        sequences: Number of groups of ranks. Each group shares a sequence.
 
     Attributes:
         call: Name of the current attention call.
-        scaled: Whether loss scaling may make gradients of this call infinite.
+        scaled: Whether loss scaling may make this call's gradients infinite.
     """
 
     def __init__(self, groups: Groups, calls: Calls, sequences: int) -> None:
@@ -69,17 +69,18 @@ class Finite(Guard):
         self.found: Finding | None = None
         self.call, self.scaled = "", False
         self.engine: Any = None  # weak reference
-        self.microbatches = self.forwards = 0  # numbers of backwards in this step and of patched forwards
+        # number of backward passes in this step, and number of forward passes of patched models
+        self.microbatches = self.forwards = 0
 
     def __deepcopy__(self, memo: dict) -> Finite:
-        return self  # copied models share the SequenceParallel and its guard
+        return self  # copies of a model share the SequenceParallel and its guard
 
     def look(self, what: str, how: str, x: object, advice: str, step: int = -1, sender: int | None = None) -> None:
         """Record a tensor or number that is not finite, unless an earlier finding is already recorded.
 
         Args:
-            what: Name of the tensor or number. In an lse and in sinks, -inf is allowed.
-            how: Clause that states the origin of the numbers.
+            what: Name of the tensor or number. -inf is allowed in an lse and in sinks.
+            how: Clause that states where the numbers come from.
             x: Tensor or number to check; any other object is ignored.
             advice: Clause that states the remedy.
             step: Program step, stored in the `Finding`.
@@ -90,14 +91,15 @@ class Finite(Guard):
             self.found = Finding(step, f"{what}, {how}", advice, numbers, sender)
 
     def agree(self, group: Group, step: int | None = None, later: bool = False) -> None:
-        """Raise the findings since the last comparison on all ranks of a group.
+        """Raise an error on all ranks in a group if any rank has findings since the last comparison.
 
-        All ranks of the group must call this function.
+        All ranks in the group must call this function.
 
         Args:
-            group: Group of ranks that compare; None for a single rank.
+            group: Group of ranks that compare their findings; None for a single rank.
             step: Number of the optimizer step that has just ended, if any.
-            later: Whether to keep the first finding for a comparison in a larger group instead of raising an error.
+            later: Whether to keep the first finding for a later comparison in a larger group instead of raising an
+                error.
         """
         self.scaled = False
         if not assert_ranks_agree(group, NAME, None, number=int(self.found is not None)):
@@ -119,7 +121,7 @@ class Finite(Guard):
         raise_difference(group, [Entry.of(NAME, None)], error if dist.get_rank() == ranks[0] else None)
 
     def when(self) -> str:
-        """Return a clause that names the optimizer step and micro-batch, or the model's forward, if known."""
+        """Return a clause that names the optimizer step and micro-batch, or the model's forward pass, if known."""
         if self.engine is not None and (engine := self.engine()) is not None:
             return f", in step {engine.global_steps + 1}, micro-batch {self.microbatches + 1}"
         return f", in forward {self.forwards} of the model" if self.forwards else ""
@@ -132,7 +134,7 @@ class Finite(Guard):
             return
         is_forward, dtypes = call.direction == "forward", [getattr(x, "dtype", None) for x in call.operands.values()]
         self.call = f"{call.title} (call {self.calls.count})" if is_forward else self.calls.name_of_current()
-        # fp16 loss scaling produces inf in backward and skips the step
+        # with fp16 loss scaling, inf can occur in the backward pass, and the step is then skipped
         self.scaled = compat.graph_task() >= 0 and torch.float16 in dtypes
         for name, x in call.operands.items():
             self.look(f"{name} of {self.call}", "which came in", x, "see what made it")
@@ -142,17 +144,17 @@ class Finite(Guard):
     def agree_on_call(self) -> None:
         """Agree on findings at the end of a call.
 
-        All ranks that share the sequence must call this function. An engine that trains on several sequences raises
-        findings on the ranks of all sequences, before or after its backward. Without such an engine, findings are
-        raised at the end of the call.
+        All ranks that share the sequence must call this function. If an engine trains on several sequences, findings
+        are raised on the ranks of all sequences, before or after the engine's `backward`. Without such an engine, any
+        problem found is raised as an error at the end of the call.
         """
         trains = torch.is_grad_enabled() or compat.graph_task() >= 0
         self.agree(self.groups.control, later=trains and self.engine is not None and self.sequences > 1)
 
     def watch_gradients(self, model: torch.nn.Module) -> list[RemovableHandle]:
-        """Check each gradient right after its parameter's backward, and again after hooks and accumulation.
+        """Check each gradient directly after its parameter's backward pass, and again after hooks and accumulation.
 
-        Gradients are summed over ranks only after both checks.
+        Gradients are summed across ranks only after both checks.
 
         Returns:
             Handles of the installed hooks.
@@ -166,8 +168,8 @@ class Finite(Guard):
         return handles
 
     def look_at_made(self, what: str, gradient: Tensor, by: str = "its backward") -> None:
-        """Check the gradient of `what` that `by` computed."""
-        if gradient.dtype != torch.float16:  # fp16 loss scaling produces inf and skips the step
+        """Check the gradient of `what`, which was computed by `by`."""
+        if gradient.dtype != torch.float16:  # with fp16 loss scaling, inf can occur, and the step is then skipped
             self.look(f"the gradient of {what}", f"which {by} made", gradient, "see the size of what it is made of")
 
     def _look_after_hooks(self, name: str, parameter: Tensor) -> None:
@@ -179,7 +181,7 @@ class Finite(Guard):
         """Check an engine's losses, gradients and optimizer states, and compare gradient norms across ranks.
 
         Returns:
-            Wrappers of engine methods, by method name. All ranks of the job must call each wrapper.
+            Wrappers for engine methods, by method name. All ranks in the job must call each wrapper.
         """
         self.engine = weakref.ref(engine)
 
@@ -187,7 +189,7 @@ class Finite(Guard):
             self.look("the loss", "which came into backward", loss, "see what computes it")
             self.agree(world)
             result = backward(loss, *args, **kwargs)
-            self.agree(world)  # before the gradients summed over ranks are checked
+            self.agree(world)  # before the gradients summed across ranks are checked
             if engine.is_gradient_accumulation_boundary():
                 self._look_at_sums(engine, SUMMED, f"see {LINKS}")
                 self.agree(world)
@@ -215,8 +217,8 @@ class Finite(Guard):
         return {"backward": checked_backward, "step": checked_step}
 
     def _look_at_sums(self, engine: Any, how: str, advice: str) -> None:
-        """Check gradients after they are summed over ranks."""
-        if engine.fp16_enabled():  # fp16 loss scaling produces inf and skips such steps
+        """Check gradients after they have been summed across ranks."""
+        if engine.fp16_enabled():  # with fp16 loss scaling, inf can occur, and the step is then skipped
             return
         for x in compat.tree_leaves(getattr(engine.optimizer, compat.SUMMED, None)):
             self.look("a gradient that ZeRO has summed", how, x, advice)
@@ -287,7 +289,7 @@ def _fields(walk: Walk, kind: str) -> list[str]:
 
 
 def _arrived(walk: Walk, started: op.Started) -> Iterator[tuple[int, str, Tensor]]:
-    """Yield the sender's global rank, the name and the tensor of each item received from other ranks."""
+    """Yield the sender's global rank, the name and the tensor for each item received from other ranks."""
     groups = cast(TorchComm, walk.comm).groups
     if isinstance(started, op.ExchangeStart):
         sizes = walk.bound.exchange_sizes(started.exchange)
@@ -297,7 +299,7 @@ def _arrived(walk: Walk, started: op.Started) -> Iterator[tuple[int, str, Tensor
         return
     if isinstance(started, op.Post):
         units = [(t.peer, t.unit, walk.buffers.tensors(t.slot, t.unit)) for t in started.receives]
-    else:  # an all-gather receives every rank's block, an all-to-all receives partial results of this rank's block
+    else:  # an all-gather receives every rank's block, an all-to-all receives partial results for this rank's block
         kind, key_of, local = started.collective.kind, started.collective.key_of, walk.program.rank
         gathers = isinstance(started, op.GatherStart)
         ranks = [rank for rank in walk.comm.order(started.ranks) if gathers or rank != local]

@@ -1,6 +1,6 @@
-"""Choose the network interface of gloo groups in jobs that otherwise use NCCL.
+"""Choose the network interface for gloo groups in jobs that otherwise use NCCL.
 
-Gloo uses the address that the host name resolves to. On many Linux systems, the host name resolves to 127.0.1.1, which
+Gloo uses the address to which the host name resolves. On many Linux systems, the host name resolves to 127.0.1.1, which
 other hosts cannot reach. NCCL inspects interfaces instead, so NCCL users see this problem only in groups for CPU
 tensors.
 """
@@ -27,16 +27,16 @@ ADDRESS_OF_INTERFACE = 0x8915  # Linux's SIOCGIFADDR
 
 @contextlib.contextmanager
 def gloo_meets_hosts() -> Iterator[None]:
-    """Context manager in which new gloo groups use an interface that other hosts can reach.
+    """Return a context manager in which new gloo groups use an interface that other hosts can reach.
 
-    Gloo reads the interface from an environment variable for each new group. The environment variable is restored
-    afterwards, so that other groups and child processes are not affected. All ranks must enter the context.
+    For each new group, gloo reads the interface from an environment variable. The variable is restored afterwards, so
+    that other groups and child processes are not affected. All ranks must enter the context.
 
     Raises:
-        CommunicationError: If ranks cannot connect.
+        CommunicationError: Ranks cannot connect.
     """
     world = compat.default_group()
-    if world not in _found:  # also if the variable is set here, since other ranks may lack it
+    if world not in _found:  # even if the variable is set on this rank, since other ranks may lack it
         _found[world] = _interface(compat.default_store(), world.size())
     interface = None if GLOO in os.environ else _found[world]
     if interface is not None:
@@ -54,15 +54,16 @@ def gloo_meets_hosts() -> Iterator[None]:
             del os.environ[GLOO]
 
 
-# interface by world group
+# interface, by world group
 _found: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = weakref.WeakKeyDictionary()
 
 
 def _interface(store: dist.Store, ranks: int) -> str | None:
     """Return the interface that connects the hosts, or None for a single host or an unknown interface.
 
-    An interface that is named by NCCL's setting is preferred. If NCCL names no single interface, the route to the first
-    rank's host or, on that host, to another host determines the interface. All ranks must call this function.
+    An interface that is named in NCCL's setting is preferred. If the setting names no single interface, the interface
+    is determined by the route to the first rank's host. On the first rank's host, the interface is determined by the
+    route to another host. All ranks must call this function.
     """
     store, is_first = dist.PrefixStore("ds_seqpar/hosts", store), dist.get_rank() == 0
     if is_first:

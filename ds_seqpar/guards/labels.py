@@ -15,13 +15,13 @@ from ..core.runtime.walk import Observer, Walk
 
 
 class Labels(Observer):
-    """Observer that labels each instruction in the trace of a running profiler, inside the label of the program."""
+    """Observer that labels each instruction in a running profiler's trace, nested in the program's label."""
 
     def begin(self, walk: Walk) -> bool:
         if not profiling.is_on():
             return False
         program, self.labels, self.spans = walk.program, iter(labels_of(walk.bound)), contextlib.ExitStack()
-        self.span = contextlib.ExitStack()  # span of the instruction
+        self.span = contextlib.ExitStack()  # trace span of the current instruction
         self.spans.enter_context(
             profiling.span(f"{program.name} {program.direction}, CP rank {program.rank} of {program.size}")
         )
@@ -39,12 +39,14 @@ class Labels(Observer):
 
 
 def labels_of(bound: BoundProgram) -> list[str]:
-    """Return the label of each instruction: step, operation, ranks involved and bytes moved.
+    """Return the label of each instruction, which contains the step, the operation, the ranks involved and the number
+    of bytes.
 
-    The label of a message contains the bytes that this rank sends or receives, and the label of a collective the bytes
-    that this rank receives. Message labels name CP ranks: "kv(3):3>0 4096 B" is sent from rank 3 to rank 0.
+    A message's label contains the number of bytes that this rank sends or receives, and a collective's label the number
+    of bytes that this rank receives. Message labels name CP ranks. For example, "kv(3):3>0 4096 B" is sent from rank 3
+    to rank 0.
     """
-    labels, started = [], dict[int, str]()  # by ticket
+    labels, started = [], dict[int, str]()  # labels of started transfers, by ticket
     for instruction in bound.program.code:
         if isinstance(instruction, op.Started):
             started[instruction.ticket] = _transfers(bound, instruction)

@@ -1,7 +1,8 @@
-"""Explain differences between ranks from the fields that they compared, as `advice` for `assert_ranks_agree`.
+"""Explain differences between ranks on the basis of the fields that they compared. The functions are passed to
+`assert_ranks_agree` as `advice`.
 
-Each function receives the fields of the ranks that differ, and returns a clause with the cause and the remedy, or "" if
-the cause is unknown.
+Each function receives the fields of the differing ranks. Each function returns a clause with the cause and the remedy,
+or "" if the cause is unknown.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ PLACEMENT = "give attention mask=placement.mask and shards=placement.shards of i
 
 
 def of_batches(by_rank: Mapping[int, Fields], began: bool = False) -> str:
-    """Return the cause if ranks of a sequence have different samples, in the same number of batches and columns.
+    """Return the cause if ranks that share a sequence have different samples, but the same numbers of batches and
+    columns.
 
     Args:
         by_rank: Fields of each rank.
-        began: Whether ranks have already made calls together, so that one of the ranks may have skipped a step.
+        began: Whether ranks have already made calls together, in which case one rank may have skipped a step.
     """
     names = differing(by_rank)
     same_columns = all(name in fields for name in names for fields in by_rank.values())
@@ -50,13 +52,13 @@ def of_batches(by_rank: Mapping[int, Fields], began: bool = False) -> str:
 
 
 WEIGHT = "mean size of "  # prefix of weight fields in training, followed by a parameter name
-RANDOM = "random numbers"  # field with the random states used to draw for whole tensors
-# allowed relative difference of weights, since rounding differs between device types even for equal gradients
+RANDOM = "random numbers"  # field with the random states from which numbers for whole tensors are drawn
+# allowed relative difference between weights, since rounding differs between device types even for equal gradients
 ROUNDING = 1e-4
 
 
 def of_models(by_rank: Mapping[int, Fields]) -> str | None:
-    """Return the cause if weights or placements differ in a sharded forward, or None if only rounding differs."""
+    """Return the cause if weights or placements differ in a sharded forward pass, or None if only rounding differs."""
     names = differing(by_rank)
     if names and all(name.startswith(WEIGHT) for name in names):
         weights = [[float(fields[name]) for fields in by_rank.values()] for name in names]

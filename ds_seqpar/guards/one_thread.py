@@ -1,7 +1,7 @@
-"""Restrict communication to one thread of a process, for all SequenceParallel objects.
+"""Restrict communication to one thread per process, for all SequenceParallel objects.
 
-With two threads, ranks could pair a call of one thread with a call of the other thread, because thread order differs
-between ranks.
+With two threads, a call in one thread could be paired with a call in the other thread on another rank, because the
+order of threads differs between ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from ..base import compat
 from ..base.errors import ConfigError
 
-_bound: threading.Thread | None = None  # the only thread that may communicate, for all objects of the process
+_bound: threading.Thread | None = None  # the only thread that may communicate, for all objects in the process
 
 
 def bind_thread() -> None:
@@ -25,7 +25,9 @@ def bound_thread() -> threading.Thread | None:
 
 
 def check_thread() -> None:
-    """Raise ConfigError outside the bound thread, except in autograd threads, which run backward on a device."""
+    """Raise ConfigError outside the bound thread, except in autograd threads, which run the backward pass on a
+    device.
+    """
     current = threading.current_thread()
     if _bound not in (None, current) and not compat.is_autograd_thread(current):
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""Explain an out-of-memory error in one sentence that states the place, the requested amount and possible savings.
+"""Explain an out-of-memory error in one sentence that states where it occurred, how much memory was requested, and how
+to save memory.
 
 No state is recorded during training, because the failing module is read from the error's traceback.
 """
@@ -19,7 +20,7 @@ GIB = 2**30
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 WANTED = re.compile(rf"allocate ([\d.]+) ({'|'.join(UNITS)})")
 DEVICE = re.compile(r"total capacity of ([\d.]+ \wiB) of which ([\d.]+ \wiB) is free")
-# returns a clause about the job's memory; replaced when a model is prepared for training
+# function that returns a clause about the job's memory; replaced when a model is prepared for training
 advise: Callable[[], str] = str
 ADVICE = "gradient checkpointing, mlp_tiles, loss_tiles, head_chunks and a larger size save memory"
 
@@ -33,7 +34,7 @@ def explain(error: BaseException, rank: int) -> BaseException:
         advice = ""
     where = f" in {place}" if place else ""
     error.args = (f"rank {rank} ran out of memory{where}: {_amounts(text)}; {advice or ADVICE}",)
-    error.__notes__ = []  # notes about program steps would follow the sentence
+    error.__notes__ = []  # drop notes about program steps, which would be printed after the sentence
     return error
 
 
@@ -63,5 +64,5 @@ def place_of(trace: TracebackType | None) -> str:
             modules.append(owner)
         trace = trace.tb_next
     numbers = [{str(x.layer_idx) for x in module.modules() if hasattr(x, "layer_idx")} for module in modules]
-    layer = next((f" of layer {min(found)}" for found in numbers if len(found) == 1), "")  # skips whole models
+    layer = next((f" of layer {min(found)}" for found in numbers if len(found) == 1), "")  # skip whole models
     return phase + layer + (f" ({type(modules[-1]).__name__})" if modules else "")

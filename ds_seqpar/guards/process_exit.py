@@ -1,17 +1,17 @@
-"""Print an error only once if several ranks raise it, and keep the process from aborting at exit.
+"""Print an error only once if several ranks raise it, and prevent the process from aborting at exit.
 
 If every rank printed the error, its message would be lost among copies and library frames. The first rank that does not
-catch the error therefore writes it to the store, and prints the frames of the user's own files, followed by the
-message. Ranks that raise the same error, or lose a connection because of the error, wait until the error is printed and
-print nothing. A rank with a different stderr prints a reference to the rank that prints the error. Before ranks can
+catch the error therefore writes it to the store, and prints the traceback frames in the user's own files, followed by
+the message. Ranks that raise the same error, or lose a connection because of the error, wait until the error is printed
+and print nothing. A rank with a different stderr prints a reference to the rank that prints the error. Before ranks can
 communicate, rank 0 prints the whole error, and other ranks print only the message. A caller that catches the error
 receives the complete error on every rank. Errors are printed by an excepthook, which calls the previous hook.
-DS_SEQPAR_TRACEBACK=full keeps all frames. torchrun's summary quotes the error message.
+With DS_SEQPAR_TRACEBACK=full, all frames are printed. torchrun's summary quotes the error message.
 
-Gloo's threads need the interpreter's lock to release the tensors of finished operations. If a thread waits for the lock
-when the interpreter ends, the process aborts regardless of its exit code. With torch 2.13, an aborting process prints
-"terminate called without an active exception". Destroying groups would not help, because a group's threads are joined
-only when nothing refers to the group, and DeepSpeed keeps its own groups.
+Gloo's threads need the interpreter's lock to release the tensors of finished operations. If a thread is waiting for the
+lock when the interpreter ends, the process aborts regardless of its exit code. With torch 2.13, an aborting process
+prints "terminate called without an active exception". Destroying groups would not help, because a group's threads are
+joined only when nothing references the group, and DeepSpeed keeps references to its own groups.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..base.log import log_once
 from .out_of_memory import explain
 
 Returned = TypeVar("Returned")
-# time that other ranks wait for the printing rank; a launcher ends all ranks after the first has ended
+# time for which other ranks wait for the printing rank; a launcher ends all ranks after the first has ended
 PRINT_TIMEOUT = timedelta(seconds=5)
 EXIT_TIMEOUT = 0.2  # seconds between the end of a process's connections and the end of the process
 LOST = re.compile(
@@ -48,7 +48,7 @@ LOST = re.compile(
     re.IGNORECASE,
 )
 NO_MEMORY = re.compile(r"out of memory|can.?t allocate memory|cannot allocate memory|ALLOC_FAILED", re.IGNORECASE)
-# folders of library files: Python, installed packages and ds_seqpar
+# folders with library files: Python, installed packages and ds_seqpar
 LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 LIBRARIES.add(os.path.dirname(os.path.dirname(__file__)) + os.sep)
 # store keys: first error that ended a rank, whether the error was printed, and prefix for each rank's host and process
@@ -56,7 +56,7 @@ ENDED, PRINTED, WHERE = "ds_seqpar/ended", "ds_seqpar/printed", "ds_seqpar/where
 
 
 class Ended(NamedTuple):
-    """First error that ended a rank."""
+    """The first error that ended a rank."""
 
     rank: int  # global rank
     place: str  # stderr on which the error is printed
@@ -69,16 +69,18 @@ class Ended(NamedTuple):
 
 
 def ended() -> Ended | None:
-    """Return the first error that ended a rank, or None if there is no such error or the store has ended."""
+    """Return the first error that ended a rank, or None if there is no such error or the store is no longer
+    available.
+    """
     text = ask_store(lambda store: store.get(ENDED) if store.check([ENDED]) else None)
     return Ended(*json.loads(text)) if text else None
 
 
 def _print(before: Callable, kind: type, error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error unless another rank prints the error.
+    """Print an error unless another rank prints it.
 
     A launcher may end all ranks as soon as one rank has ended. If torch lost a connection, for example in DDP's
-    broadcast or a user's collective, the error is printed with our own message.
+    broadcast or in a user's collective, the error is printed with our own message.
     """
     ours, lost, is_up = isinstance(error, SeqParError), is_lost(error), dist.is_initialized()
     if not isinstance(error, Exception) or not (ours or is_up):
@@ -100,7 +102,7 @@ def _print(before: Callable, kind: type, error: BaseException, trace: TracebackT
         sys.stderr.flush()
         if first == own:
             ask_store(lambda store: store.set(PRINTED, ""))
-    elif not is_told:  # unknown which rank prints the whole error
+    elif not is_told:  # it is unknown which rank prints the whole error
         print(f"[rank{rank}]: {own.sentence}", file=sys.stderr)
     elif first.place != own.place:
         print(f"[rank{rank}]: {type(error).__name__}, see rank {first.rank}", file=sys.stderr)
@@ -113,15 +115,17 @@ def print_once(error: SeqParError, line: str) -> None:
 
 
 def _was_printed() -> bool:
-    """Return whether the first error is printed by now or soon, or False if its rank ended before printing."""
+    """Return whether the first error has been or will be printed. If the rank with the first error ended before
+    printing the error, return False.
+    """
     return bool(ask_store(lambda store: store.wait([PRINTED], PRINT_TIMEOUT) or True))
 
 
-_store: Any = None  # separate connection to the job's store, since another thread may block torch's
+_store: Any = None  # separate connection to the job's store, since another thread may block torch's connection
 
 
 def ask_store(ask: Callable[[Any], Returned]) -> Returned | None:
-    """Return the result of `ask` on the job's store, or None if the store has ended or never existed."""
+    """Return the result of `ask` on the job's store, or None if the store is no longer available or never existed."""
     try:
         server = _store
         while hasattr(server, "underlying_store"):
@@ -132,12 +136,12 @@ def ask_store(ask: Callable[[Any], Returned]) -> Returned | None:
                 seen.recv(1)  # a server that is about to end closes the connection
                 return None
         return None if _store is None else ask(_store)
-    except Exception:  # an error of a killed store must not hide the original error
+    except Exception:  # an error from a killed store must not hide the original error
         return None
 
 
 def _who_is_gone() -> str:
-    """Return a clause that names the ranks whose processes are known to have ended on this host."""
+    """Return a clause that names the ranks on this host whose processes are known to have ended."""
 
     def ask(store: Any) -> list[int]:
         until = time.monotonic() + EXIT_TIMEOUT
@@ -161,7 +165,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _shortened(error: BaseException) -> TracebackType | None:
-    """Return the error's traceback with only the frames of the user's files, and shorten its causes in the same way.
+    """Return the error's traceback with only the frames in the user's files, and shorten the error's causes in the same
+    way.
 
     The cause of a CommunicationError is dropped, because our message already contains the backend's message.
     """
@@ -186,7 +191,7 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def is_of_library(frame: FrameType) -> bool:
-    """Return whether a frame belongs to a library file."""
+    """Return whether a frame is in a library file."""
     return frame.f_code.co_filename.startswith((*LIBRARIES, "<frozen"))
 
 
@@ -197,7 +202,9 @@ def _place_of_stderr() -> str:
 
 
 def _write_error_file(sentence: str, late: bool) -> None:
-    """Write this rank's error file for torchrun's summary; with `late`, errors of other ranks count as earlier."""
+    """Write this rank's error file for torchrun's summary. If `late` is True, the timestamp is one second later, so
+    that torchrun treats other ranks' errors as earlier.
+    """
     message = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}
     with contextlib.suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "x") as file:
         json.dump({"message": {"message": sentence, "extraInfo": message}}, file)
@@ -206,7 +213,7 @@ def _write_error_file(sentence: str, late: bool) -> None:
 # ---- the end of the interpreter
 
 TASKS = "/proc/self/task"
-IDLE_TIMEOUT = 5.0  # maximum seconds to wait for a thread that never gets the processor
+IDLE_TIMEOUT = 5.0  # maximum number of seconds to wait for a thread that never gets the processor
 
 
 def wait_at_exit() -> None:
@@ -219,7 +226,7 @@ def wait_at_exit() -> None:
         hook: Any = functools.partial(_print, sys.excepthook)
         hook.before = sys.excepthook
         sys.excepthook = hook
-    with contextlib.suppress(RuntimeError, ValueError):  # there is no job yet, or its store cannot be cloned
+    with contextlib.suppress(RuntimeError, ValueError):  # no job exists yet, or its store cannot be cloned
         _store = compat.default_store().clone()
     here = json.dumps([socket.gethostname(), os.getpid()])
     ask_store(lambda store: store.set(f"{WHERE}{dist.get_rank()}", here))
@@ -236,10 +243,11 @@ def wait_at_exit() -> None:
 
 
 def wait_until_idle() -> None:
-    """Return when no gloo thread has run or waited for the interpreter's lock for a while.
+    """Wait until no gloo thread has run or waited for the interpreter's lock for a while.
 
-    The function returns after `IDLE_TIMEOUT` at the latest. A thread that waits for the lock wakes up every switch
-    interval, which shows in its context-switch counters. A waiting thread receives the lock while this function sleeps.
+    The function returns after `IDLE_TIMEOUT` seconds at the latest. A thread that waits for the lock wakes up every
+    switch interval, so its context-switch counters increase. A waiting thread receives the lock while this function
+    sleeps.
     """
     deadline, previous = time.monotonic() + IDLE_TIMEOUT, None
     while os.path.isdir(TASKS) and time.monotonic() < deadline:  # Linux
@@ -251,7 +259,7 @@ def wait_until_idle() -> None:
 
 
 def gone(store: Any, ranks: Iterable[int]) -> list[int]:
-    """Return the ranks whose processes are known to have ended on this host."""
+    """Return the ranks on this host whose processes are known to have ended."""
     known = [rank for rank in ranks if store.check([f"{WHERE}{rank}"])]
     return [rank for rank in known if has_ended(*json.loads(store.get(f"{WHERE}{rank}")))]
 
@@ -263,7 +271,7 @@ def has_ended(host: str, process: int) -> bool:
 
 
 def state_of_thread(thread: object, process: object = "self", name: str = "") -> str:
-    """Return a thread's state, which begins with S if the thread sleeps, and its context-switch counts.
+    """Return a thread's context-switch counts and its state, which begins with S if the thread is sleeping.
 
     The result is "" if the thread has ended or has another name, or if the system is not Linux.
     """

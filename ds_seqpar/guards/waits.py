@@ -1,7 +1,7 @@
-"""Report long waits in communication, and explain failed communication.
+"""Report long waits in communication, and explain communication failures.
 
-Each kind of long wait for other ranks is reported once, by a line on stderr. A thread checks the current waits every
-second and does nothing unless a wait is long. A wait costs one dict entry, and each step of a wait sets one attribute
+Each kind of long wait for other ranks is reported once, in a line on stderr. A thread checks the current waits every
+second, and does nothing unless a wait is long. A wait adds one dict entry, and each step of a wait sets one attribute
 to the rank whose message is needed next.
 """
 
@@ -22,7 +22,7 @@ from ..core.runtime.groups import timeout
 from ..core.runtime.transport import Communication
 from .process_exit import LOST, ended, is_out_of_memory
 
-PATIENCE = 60.0  # seconds until a long wait is reported
+PATIENCE = 60.0  # number of seconds after which a wait is reported
 CHECKS = 60  # number of checks within PATIENCE seconds
 TIMED_OUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
 DESTROYED = (
@@ -32,23 +32,23 @@ DESTROYED = (
 
 
 def is_up(group: dist.ProcessGroup | None) -> bool:
-    """Return whether a group still exists in torch; None stands for the group of all ranks."""
+    """Return whether a group still exists in torch. None means the group of all ranks."""
     return dist.is_initialized() and (group is None or compat.is_known(group))
 
 
 class explaining_failure(Communication):  # a class, because a generator would slow down every transfer
-    """Context manager that raises a failed communication as a CommunicationError.
+    """Context manager that converts a communication failure to a CommunicationError.
 
     The message distinguishes a rank that ended from a rank that did not take part. The backend's error becomes the
-    cause of the exception. If the group was destroyed, ConfigError is raised. If the body takes long, a line on stderr
-    names the rank that is waited for.
+    exception's cause. If the group was destroyed, ConfigError is raised. If the body takes a long time, a line on
+    stderr names the rank that this rank is waiting for.
 
     Args:
-        what: Name of the communication, used as the subject of messages.
+        what: Name of the communication, used as the subject of error messages.
         group: Ranks that must take part; None for a single rank.
 
     Attributes:
-        since: Time when the wait began.
+        since: Time at which the wait began.
     """
 
     since = 0.0
@@ -98,7 +98,7 @@ def innermost() -> explaining_failure | None:
     return next(reversed([*_now.values()]), None)
 
 
-_now: dict[int, explaining_failure] = {}  # current waits by id
+_now: dict[int, explaining_failure] = {}  # current waits, by id
 _reported: set[str] = set()
 
 
@@ -113,7 +113,7 @@ def _watch() -> None:
         _report_long()
 
 
-def _report_long() -> None:  # a function of its own, since a frame of `_watch` would keep the last wait alive
+def _report_long() -> None:  # a separate function, since a frame of `_watch` would keep the last wait alive
     for wait in list(_now.values()):
         if time.monotonic() - wait.since >= PATIENCE * (1 - 1 / CHECKS) and wait.what not in _reported:
             _reported.add(wait.what)

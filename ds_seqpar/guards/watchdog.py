@@ -1,16 +1,16 @@
 """Detect ranks that wait too long for other ranks, and report what each rank is doing.
 
 A thread on each rank inspects the communicating thread about once a second. The communicating thread counts as waiting
-inside our own communication calls (`waits.explaining_failure`). A thread that has slept in a function of
-torch.distributed since the last inspection also counts as waiting. Linux's context-switch counters show whether a
-thread has slept. Waits in ZeRO's collectives, barriers and accelerate's gathers are therefore detected.
+inside our own communication calls (`waits.explaining_failure`). A thread also counts as waiting if it has slept in a
+function of torch.distributed since the last inspection, according to Linux's context-switch counters. Waits in ZeRO's
+collectives, barriers and accelerate's gathers are therefore detected.
 
 A rank that has waited too long sets an alarm in the job's store. Every rank then writes its state to the store, whether
-the rank is waiting or not. The rank that set the alarm combines the states into a report, which all ranks read. The
-watchdog thread has its own connection to the store, because the main thread may block the shared connection.
+or not it is waiting. The rank that set the alarm combines the states into a report, which all ranks read. The watchdog
+thread has its own connection to the store, because the main thread may block the shared connection.
 
-If a rank ends while other ranks create a process group, torch retries the connection until the group's timeout. During
-the creation of a group, the watchdog therefore sets the alarm at its second inspection if a process on this host has
+If a rank ends while other ranks create a process group, torch retries the connection until the group's timeout. While a
+group is being created, the watchdog therefore sets the alarm at its second inspection if a process on this host has
 ended.
 """
 
@@ -55,25 +55,27 @@ from . import process_exit, waits
 from .backward_order import Calls
 from .one_thread import bound_thread
 
-LEAST = 60.0  # minimum seconds of waiting that "auto" reports
-TICK, FEW = 1.0, 1024  # seconds between inspections, in jobs with at most FEW ranks
-ANSWER = 2.0  # seconds for ranks to write their states after an inspection
+LEAST = 60.0  # minimum number of seconds after which "auto" reports a wait
+TICK, FEW = 1.0, 1024  # number of seconds between inspections, in jobs with at most FEW ranks
+ANSWER = 2.0  # number of seconds that ranks have to write their states after an inspection
 MOST_LAUNCHED = 4096  # maximum number of remembered plan executions
-END = 30  # seconds until a process ends even if it cannot print the reason
-# a thread that sleeps in these files waits for ranks; this file is included for the function in `_show_waits`
+END = 30  # number of seconds after which a process ends even if it cannot print the reason
+# a thread that sleeps in one of these files is waiting for ranks; this file is included for the function in
+# `_show_waits`
 WAITING = re.compile(rf"[/\\](torch[/\\]distributed|deepspeed[/\\]comm)[/\\]|^{re.escape(__file__)}$")
-BACKWARD = "_engine_run_backward"  # waits for DDP's buckets; on a device, backward runs in separate threads
+# this function waits for DDP's buckets; on a device, the backward pass runs in separate threads
+BACKWARD = "_engine_run_backward"
 MAKING_A_GROUP = "_new_process_group_helper"  # torch function that retries connections instead of sleeping
 CLOSED = "has closed its last SequenceParallel, so nobody sees what it does"
 PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do"}
 
 
 class State(NamedTuple):
-    """Current activity of a rank.
+    """A rank's current activity.
 
     Attributes:
-        words: Description of the activity, without a subject.
-        call: Call in which the rank waits; "" if the rank does not wait.
+        words: Description of the activity, as a predicate without a subject.
+        call: Call in which the rank is waiting; "" if the rank is not waiting.
         at: Position in an attention call, as an instruction number.
     """
 
@@ -83,9 +85,10 @@ class State(NamedTuple):
 
 
 def report(states: Mapping[int, State], seconds: float) -> tuple[str, str]:
-    """Return report lines for groups of ranks in the same state, and a sentence that starts with the ranks waited for.
+    """Return report lines for groups of ranks in the same state, and a sentence that starts with the ranks on which
+    others wait.
 
-    Ranks that do not wait come first, followed by ranks in calls with few ranks. Within a call, the ranks with the
+    Ranks that are not waiting come first, followed by ranks in calls with few ranks. Within a call, the ranks with the
     least progress come first.
     """
     calls = Counter(state.call for state in states.values())
@@ -104,23 +107,26 @@ def report(states: Mapping[int, State], seconds: float) -> tuple[str, str]:
 
 
 class Launched(NamedTuple):
-    """Plan execution that has ended on the host, but perhaps not on the device. The record keeps no tensors alive."""
+    """Plan execution that has ended on the host, but may not have ended on the device. The record keeps no tensors
+    alive.
+    """
 
     event: Any  # device event at the end of the execution
     program: Program
     call: Any  # value of `Calls.current` at launch
     comm: Any
-    batches: list[Any]  # works of each wait's messages; None for a collective, whose work refers to tensors
+    # Work objects for each wait's messages; None for a collective, whose Work object references tensors
+    batches: list[Any]
 
 
 class Watched(Observer):
-    """Registration of a SequenceParallel with the watchdog.
+    """A SequenceParallel's registration with the watchdog.
 
-    The watchdog runs as long as a registration exists, and uses the longest timeout of all registrations.
+    The watchdog runs as long as there is a registration, and uses the longest timeout of all registrations.
 
     Attributes:
         walk: Current execution of a plan.
-        launched: Plan executions that may still run on the device, oldest first.
+        launched: Plan executions that may still be running on the device, oldest first.
     """
 
     walk: Walk | None = None
@@ -162,14 +168,14 @@ _dog: _Watchdog | None = None
 
 
 def watch(config: SequenceParallelConfig, calls: Calls) -> list[Observer]:
-    """Watch this rank as long as the returned objects are held. Call `watch` as soon as ranks can communicate."""
+    """Watch this rank as long as the returned objects exist. Call `watch` as soon as ranks can communicate."""
     global _dog
     if groups.all_ranks().size() == 1:
         return []
     if _dog is None or not (_dog.is_alive() and _dog.is_of_this_job()):
         try:
             _dog = _Watchdog()
-        except RuntimeError:  # for example, a store that is not torch's own
+        except RuntimeError:  # for example, because the store is not one of torch's own
             log_once("sequence_parallel.watchdog needs a store that can be cloned; this job's cannot, so none runs")
             return []
         _show_waits()
@@ -182,7 +188,7 @@ def watch(config: SequenceParallelConfig, calls: Calls) -> list[Observer]:
 
 @functools.cache
 def _show_waits() -> None:
-    """Make C++ waits for torch's works and futures visible as Python frames of this file."""
+    """Make C++ waits for torch's Work objects and futures visible as Python frames of this file."""
     for waited_for in (dist.Work, compat.Future):
 
         def wait(self: Any, *args: Any, of_torch: Any = waited_for.wait, **kwargs: Any) -> Any:
@@ -208,18 +214,18 @@ class _Clock:
         self.mark = mark
 
     def is_at(self, seconds: float) -> bool:
-        """Return whether the wait has lasted this long without being reported."""
+        """Return whether the wait has lasted for `seconds` without being reported."""
         return self.seconds >= seconds and self.mark != self.told
 
 
 class _Watchdog(threading.Thread):
-    """Watchdog thread of one rank.
+    """A rank's watchdog thread.
 
     Attributes:
         users: Registrations that keep the watchdog running.
         near: Ranks on this host.
-        number: Number of alarms in the job.
-        host: Current wait of the communicating thread.
+        number: Number of alarms in the job so far.
+        host: The communicating thread's current wait.
         device: Current wait for the oldest plan execution that has ended on the host but not on the device.
     """
 
@@ -236,13 +242,13 @@ class _Watchdog(threading.Thread):
         return waits.is_up(None) and self.group() is groups.all_ranks()
 
     def stop(self) -> None:
-        """Make the thread leave the store before the interpreter ends, since the process would otherwise abort."""
+        """Make the thread stop using the store before the interpreter ends, since the process would otherwise abort."""
         self.at_exit.set()
         self.join(ANSWER)
 
     @property
     def seconds(self) -> float:
-        """Seconds after which a wait is reported."""
+        """Number of seconds after which a wait is reported."""
         return max((user.seconds for user in self.users), default=LEAST)
 
     @property
@@ -251,7 +257,7 @@ class _Watchdog(threading.Thread):
 
     def run(self) -> None:
         with contextlib.suppress(dist.DistError):  # the rank that hosts the store has ended, so no report is possible
-            while self.store.check([self.key("alarm")]):  # skip alarms of an earlier job in this store
+            while self.store.check([self.key("alarm")]):  # skip alarms of an earlier job that used this store
                 self.number += 1
             while not self.at_exit.wait(self.tick) and self.is_of_this_job():
                 self.look()
@@ -261,7 +267,7 @@ class _Watchdog(threading.Thread):
 
     def look(self) -> None:
         now, seconds = time.monotonic(), self.seconds
-        passed = min(now - self.at, 2 * self.tick)  # a stopped process was not waiting
+        passed = min(now - self.at, 2 * self.tick)  # a process that was stopped was not waiting
         self.at = now
         self.host.look(_mark() if self.users else None, passed)
         self.device.look(next(filter(None, (user.oldest_open() for user in self.users)), None), passed)
@@ -274,7 +280,7 @@ class _Watchdog(threading.Thread):
             self.number += 1
 
     def limit(self) -> float:
-        """Return how long the current wait may take; with "auto", longer group timeouts allow longer waits."""
+        """Return how long the current wait may take. With "auto", longer group timeouts allow longer waits."""
         wait, of_torch = waits.innermost(), (x.f_locals.get("group") for x in _frames()[:3])
         group = next((x for x in of_torch if isinstance(x, dist.ProcessGroup)), None) if wait is None else wait.group
         is_auto = any(user.is_auto for user in self.users)
@@ -325,12 +331,12 @@ class _Watchdog(threading.Thread):
         return State(f"{words} (process {pid} on {host})")
 
     def end(self, sentence: str) -> None:
-        """End the process with the report's sentence as its error, which one rank prints."""
+        """End the process with the report's sentence as its error. One rank prints the error."""
         faulthandler.dump_traceback_later(END, exit=True)
-        for place in ("ready", "told"):  # all ranks receive the reason before any connection is lost
+        for place in ("ready", "told"):  # all ranks must receive the reason before any connection is lost
             with contextlib.suppress(RuntimeError):  # the rank that hosts the store did not wait for this rank
                 self.store.set(self.key(place, self.rank), "")
-                if place == "ready" or self.rank == 0:  # rank 0 may host the store and ends last
+                if place == "ready" or self.rank == 0:  # rank 0 may host the store, so it ends last
                     self.wait_for_all(place)
             if place == "ready":
                 sys.excepthook(CommunicationError, CommunicationError(sentence), None)
@@ -356,7 +362,7 @@ def _slept() -> str:
 
 
 def _mark() -> Any:
-    """Return an identifier of this rank's current wait, or None if the rank does not wait."""
+    """Return an identifier for this rank's current wait, or None if the rank is not waiting."""
     wait, frames = waits.innermost(), _frames()
     if wait is None and not _waits(frames):
         return None
@@ -370,7 +376,7 @@ def _makes_a_group(frames: list[FrameType]) -> bool:
 
 
 def _waits(frames: list[FrameType]) -> bool:
-    """Return whether a sleeping thread with these frames waits for ranks in calls of other libraries."""
+    """Return whether a sleeping thread with these frames is waiting for ranks in other libraries' calls."""
     if not frames:
         return False
     code = frames[0].f_code
@@ -380,9 +386,9 @@ def _waits(frames: list[FrameType]) -> bool:
 
 
 def _state(walk: Walk | None, call: Any = None, stuck: Launched | None = None) -> State:
-    """Return this rank's current state; `stuck` is a plan execution that the device does not finish."""
-    frames, wait = _frames(), waits.innermost()  # both may change meanwhile
-    if stuck is not None:  # launched before anything that the host does now
+    """Return this rank's current state. `stuck` is a plan execution that the device has not finished."""
+    frames, wait = _frames(), waits.innermost()  # both may change while they are read
+    if stuck is not None:  # the stuck execution was launched before anything that the host does now
         return State(_on_device(stuck), "a walk on the device")
     if not frames:
         return State("has ended the thread that communicates")
@@ -390,13 +396,13 @@ def _state(walk: Walk | None, call: Any = None, stuck: Launched | None = None) -
     line = f"{os.path.basename(user.f_code.co_filename)}:{user.f_lineno}, in {user.f_code.co_name}"
     place, at = "" if call is None else f", {call.place}", 0 if walk is None else walk.at
     if walk is not None:
-        step = walk.program.code[: at + 1][-1].step  # `at` is past the last instruction while results are joined
+        step = walk.program.code[: at + 1][-1].step  # `at` is past the last instruction while results are being joined
         place = f" at step {step} of {walk.program.name} {walk.program.direction}{place}"
     if wait is not None:
         return State(f"waits in {wait.what}{place} for {wait.whom()} ({line})", wait.what, at)
     if _waits(frames):
         inside = itertools.takewhile(lambda x: WAITING.search(x.f_code.co_filename), frames)
-        names = [x.f_code.co_name for x in inside if "wrapper" not in x.f_code.co_name]  # skips decorators
+        names = [x.f_code.co_name for x in inside if "wrapper" not in x.f_code.co_name]  # skip decorators
         what = f"{names[-1] if names else 'backward'} ({line})"
         return State(f"waits in {what}", what, at)
     function = f"{frames[0].f_globals.get('__name__')}.{frames[0].f_code.co_name}"
@@ -405,7 +411,7 @@ def _state(walk: Walk | None, call: Any = None, stuck: Launched | None = None) -
 
 
 def _on_device(stuck: Launched) -> str:
-    """Describe what a stuck device waits for, and from which ranks."""
+    """Describe the messages that a stuck device is waiting for, and the ranks that must send them."""
     program, of_call = stuck.program, "" if stuck.call is None else f", {stuck.call.place}"
     at = [x for x in program.code if isinstance(x, op.Wait)]
     ended = [number for number, works in enumerate(stuck.batches, 1) if works and all(x.is_completed() for x in works)]

@@ -1,11 +1,13 @@
-"""Fast kernels: PyTorch's flash attention for CPUs, and for CUDA PyTorch's three kernels and flash-attn's kernels.
+"""Fast kernels for CPUs and CUDA.
 
-The CPU kernel supports fp64, fp32, bf16 and fp16, supports GQA without repeating heads, and aligns a causal mask to the
-upper left corner. The kernel computes a band as a mask over a block of few rows, including the masked pairs.
+On CPUs, the kernel is PyTorch's flash attention. On CUDA, the kernels are PyTorch's three attention kernels and
+flash-attn's kernels. The CPU kernel supports fp64, fp32, bf16 and fp16, supports GQA without repeating heads, and
+aligns a causal mask to the upper left corner. The CPU kernel computes a band as a block of few rows with a mask,
+including the masked pairs.
 
-The CUDA kernels are subclasses that wrap operators with different arguments. The causal blocks of CUDA kernels are
-square, since most operators align the mask to the lower right corner. No CUDA kernel has been measured on a GPU yet. On
-the operator models in `tests/cuda_models.py`, all CUDA kernels are exact.
+The CUDA kernels are subclasses that wrap operators with different arguments. Causal blocks on CUDA are square, since
+most operators align the mask to the lower right corner. No CUDA kernel has been measured on a GPU yet. With the
+operator models in `tests/cuda_models.py`, all CUDA kernels are exact.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class CpuFlash:
 
 
 def _band(q: Tensor, k: Tensor, width: int) -> Tensor | None:
-    """Return the mask to add to a block's scores, with -inf for hidden columns; None without a band (width 0)."""
+    """Return the mask to add to a block's scores, with -inf for hidden columns, or None without a band (width 0)."""
     if not width:
         return None
     above = torch.full((q.shape[1], k.shape[1]), float("-inf"), dtype=q.dtype).triu_(width)
@@ -78,17 +80,17 @@ def _band(q: Tensor, k: Tensor, width: int) -> Tensor | None:
 NOWHERE = "nowhere yet (no GPU was at hand): tests/gpu waits for one"
 MAX_INT, MAX_SHORT = 2**31 - 1, 2**15 - 1
 HALF = {torch.bfloat16: 8, torch.float16: 8}
-_LENGTHS = DeviceCache()  # results of `_first_of_each`, shared by all layers and directions of a layout
+_LENGTHS = DeviceCache()  # results of `_first_of_each`, shared by all layers and directions for a layout
 
 
 @dataclasses.dataclass(frozen=True)
 class OperatorCall:
-    """The arguments of an operator call, except its tensors."""
+    """The arguments of an operator call, excluding tensors."""
 
     scale: float  # softmax scale
     left: int  # window limits, -1 for none
     right: int
-    rows: int  # rows of the block, or of the largest of several blocks
+    rows: int  # rows of the block, or of the largest block if there are several
     columns: int
     first_rows: Tensor | None = None  # start of each block if there are several, int32 on the device
     first_columns: Tensor | None = None
@@ -101,10 +103,10 @@ class OperatorCall:
         window = scale, segments.left, segments.right
         if len(segments.rows) == 1:
             return cls(*window, q.shape[1], k.shape[1])
-        # tensors of one fake mode are invalid in another fake mode
+        # tensors from one fake mode are invalid in another fake mode
         key = segments.rows, segments.columns, q.shape[0], getattr(q, "fake_mode", None)
         first_rows, first_columns = _LENGTHS.get(key, q.device, lambda: _first_of_each(segments, q.shape[0]))
-        # if the maximum is one row, flash-attn assumes that every block has one row
+        # if the maximum is one row, flash-attn assumes that every block has exactly one row
         longest = max(2, *segments.rows), max(segments.columns)
         return cls(*window, *longest, first_rows, first_columns, q.shape[0])
 
@@ -126,16 +128,16 @@ class OperatorCall:
 
 
 def _first_of_each(segments: Segments, sequences: int) -> Tensor:
-    """Return the first row and column of each block in a launch, and the ends: (2, blocks + 1)."""
+    """Return the first row and the first column of each block in a launch, followed by the ends: (2, blocks + 1)."""
     sizes = segments.rows * sequences, segments.columns * sequences
     return torch.tensor([[*itertools.accumulate(x, initial=0)] for x in sizes], dtype=torch.int32, device="cpu")
 
 
 class CudaKernel:
-    """Base class of kernels that call a CUDA operator.
+    """Base class for kernels that call a CUDA operator.
 
     Attributes:
-        multiples: The required divisor of head_dim for each dtype. Heads are zero-padded, which leaves results
+        multiples: The number that must divide head_dim, by dtype. Heads are zero-padded, which leaves results
             unchanged.
     """
 
@@ -169,7 +171,7 @@ class CudaKernel:
         call = OperatorCall.of(q, k, causal, scale, segments)
         out, lse = self.attend(call, *(call.join(self.padded(x)) for x in (q, k, v)))
         lse = lse.transpose(-1, -2)
-        if segments and 0 in segments.columns:  # operators return inf, not -inf, for rows without a key
+        if segments and 0 in segments.columns:  # operators return inf instead of -inf for rows without a key
             lse = lse.masked_fill(lse.isposinf(), -torch.inf)
         return call.split(out)[..., : v.shape[3]], call.split(lse)
 
@@ -188,24 +190,25 @@ class CudaKernel:
         return torch.nn.functional.pad(x, (0, padding)) if padding else x
 
     def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Call the operator's forward function. For several blocks, the tensors have no dimension B.
+        """Call the operator's forward function. For several blocks, the tensors have no batch dimension.
 
         Args:
-            call: The other arguments.
+            call: The arguments other than tensors.
             q: (B, m, Hq, D).
             k: (B, n, Hkv, D).
             v: (B, n, Hkv, D).
 
         Returns:
-            (out, lse), with out in the shape of q, and lse (B, Hq, m).
+            (out, lse), with out in the shape of q, and lse of shape (B, Hq, m).
         """
         raise NotImplementedError
 
     def gradients(
         self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call the operator's backward function, with the arguments of `attend` and a contiguous lse. Return (dq, dk,
-        dv).
+        """Call the operator's backward function with the arguments of `attend` and a contiguous lse.
+
+        Return (dq, dk, dv).
         """
         raise NotImplementedError
 
@@ -213,7 +216,7 @@ class CudaKernel:
 class CudaFlash(CudaKernel):
     """PyTorch's flash attention.
 
-    `torch.nn.attention.activate_flash_attention_impl` may replace the operator by FlashAttention 3 or 4.
+    `torch.nn.attention.activate_flash_attention_impl` may replace the operator with FlashAttention 3 or 4.
     """
 
     name = "cuda_flash"
@@ -234,15 +237,16 @@ class CudaFlash(CudaKernel):
 
     def keywords(self, call: OperatorCall) -> dict[str, Any]:
         if call.causal or call.left == call.right == -1:
-            return {"scale": call.scale}  # FlashAttention 4 supports no window, not even an unlimited one
+            return {"scale": call.scale}  # FlashAttention 4 does not support windows, not even unlimited ones
         return {"scale": call.scale, "window_size_left": call.left, "window_size_right": call.right}
 
 
 class CudaEfficient(CudaKernel):
     """PyTorch's memory-efficient attention, for fp32, large heads and GPUs before Ampere.
 
-    The operator supports equal numbers of query and key/value heads, and windows with a causal edge. The forward
-    function aligns a window to the lower right corner, and the backward function to the upper left corner.
+    The operator requires the same number of query and key/value heads, and supports windows with a causal edge. The
+    forward function aligns a window to the lower right corner, and the backward function aligns it to the upper left
+    corner.
     """
 
     name = "cuda_efficient"
@@ -256,7 +260,7 @@ class CudaEfficient(CudaKernel):
         return {torch.bfloat16: (8, 0), torch.float32: (7, 0)}.get(dtype, (0, 0))
 
     def check_keys(self, heads: int, head_dim: int, keys: int) -> None:
-        """Raise KernelError for more keys than one launch supports.
+        """Raise KernelError for more keys than a launch supports.
 
         The forward kernel indexes elements with 32 bits, and the backward kernel indexes blocks of 64 keys with 16
         bits. With more keys, the kernels would silently read wrong keys or omit gradients.
@@ -280,7 +284,7 @@ class CudaEfficient(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, (k, v) = k.shape[2], (self.in_reach(_repeat_heads(x, q)) for x in (k, v))
         above = call.columns - call.rows if call.left >= 0 else 0
-        if above:  # pad to a square, so that both alignments agree; rows with lse inf see nothing
+        if above:  # pad to a square, so that both alignments agree; rows whose lse is inf see nothing
             do, q, out = (torch.nn.functional.pad(x, (0, 0, 0, 0, above, 0)) for x in (do, q, out))
             call = dataclasses.replace(call, rows=call.columns)
         lse = torch.nn.functional.pad(lse, (above, -q.shape[1] % 32), value=torch.inf)
@@ -295,14 +299,12 @@ class CudaEfficient(CudaKernel):
         return dq, *(x.unflatten(2, (heads, -1)).sum(3) for x in (dk, dv))
 
     def in_reach(self, x: Tensor) -> Tensor:
-        """Return k or v, copied if 32-bit offsets could not reach its last row (see `check_keys`)."""
+        """Return k or v, copied if 32-bit offsets could not reach the last row (see `check_keys`)."""
         self.check_keys(x.shape[2], x.shape[3], x.shape[1])
         return x.contiguous() if (x.shape[1] - 1) * x.stride(1) > MAX_INT else x
 
     def mask(self, call: OperatorCall) -> int:
-        """Return the operator's mask: 0 for none, 1 for causal from the upper left corner, 2 for causal from the lower
-        right.
-        """
+        """Return the operator's mask: 0 for none, 1 for causal from upper left, 2 for causal from lower right."""
         return 0 if call.right else 1 if call.rows == call.columns else 2
 
     def keywords(self, call: OperatorCall) -> dict[str, Any]:
@@ -310,7 +312,7 @@ class CudaEfficient(CudaKernel):
 
 
 class Cudnn(CudaKernel):
-    """cuDNN's attention, used if requested by name or if no earlier kernel supports the blocks.
+    """cuDNN's attention. The kernel is used if requested by name, or if no earlier kernel supports the blocks.
 
     The operator supports full and causal blocks with at least two rows and two keys.
 
@@ -368,7 +370,7 @@ class Cudnn(CudaKernel):
 
 
 class FlashAttn(CudaKernel):
-    """The kernel of the flash-attn package, version 2.7 or later.
+    """The kernel from the flash-attn package, version 2.7 or later.
 
     Attributes:
         package: (module, distribution, minimum version).
@@ -388,7 +390,7 @@ class FlashAttn(CudaKernel):
 
     def reasons(self, spec: BlockSpec) -> list[str]:
         reasons = super().reasons(spec)
-        if not reasons and (missing := import_reason(*self.package)):  # import only if usable
+        if not reasons and (missing := import_reason(*self.package)):  # imported only if usable
             reasons.append(f"{missing} ({self.install})")
         return reasons
 
@@ -402,12 +404,12 @@ class FlashAttn(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         function, lengths = self.function("backward", call)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        deterministic = torch.are_deterministic_algorithms_enabled()  # same as in torch's own flash attention
+        deterministic = torch.are_deterministic_algorithms_enabled()  # as in torch's own flash attention
         function(do, q, k, v, out, lse, *grads, *lengths, deterministic=deterministic, **self.keywords(call))
         return grads
 
     def function(self, direction: str, call: OperatorCall) -> tuple[Any, tuple]:
-        """Return the package's function for one block or several blocks, with its length arguments."""
+        """Return the package's function for one block or for several blocks, along with its length arguments."""
         several = call.first_rows is not None
         return compat.flash_attn_function(direction, several), call.lengths if several else ()
 
@@ -424,9 +426,10 @@ class FlashAttn(CudaKernel):
 
 
 class FlashAttn3(FlashAttn):
-    """FlashAttention 3 for compute capability 9.x, from the folder hopper of flash-attention.
+    """FlashAttention 3 for compute capability 9.x, from the hopper folder of flash-attention.
 
-    The width of v may differ from the width of q and k: 97 to 128 with 129 to 192, or any width with at most 64.
+    The width of v may differ from the width of q and k. Supported are v widths of 97 to 128 with q and k widths of 129
+    to 192, and any v width with q and k widths of at most 64.
     """
 
     name = "flash_attn_3"
@@ -471,18 +474,18 @@ class FlashAttn3(FlashAttn):
 def import_reason(module: str, distribution: str, oldest: str) -> str | None:
     """Return the reason why a package is unusable, or None.
 
-    The package is actually imported, once per process, since a package built for another torch version is installed but
-    cannot be imported.
+    The package is actually imported, once per process, since a package built for another torch version may be installed
+    but fail to import.
     """
     try:
         version = Version(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:  # also for a folder with this name that is not a package
+    except importlib.metadata.PackageNotFoundError:  # also raised for a folder with this name that is not a package
         return f"needs the package {distribution}"
     if version < Version(oldest):
         return f"needs {distribution} {oldest} or later, not {version}"
     try:
         importlib.import_module(module)
-    except Exception as error:  # ImportError, OSError for a library, RuntimeError for an unsupported GPU
+    except Exception as error:  # ImportError, or OSError for a library, or RuntimeError for an unsupported GPU
         said = " ".join(str(error).split())
         return f"needs a {distribution} that imports; {version} raises {type(error).__name__}: {said}"
     return None
@@ -494,7 +497,7 @@ def _random_state(q: Tensor) -> Tensor:
 
 
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat each head of k or v for all of its query heads."""
+    """Repeat each head of k or v for all its query heads."""
     return x if x.shape[2] == q.shape[2] else x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 

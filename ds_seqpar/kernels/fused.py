@@ -13,7 +13,10 @@ from ..core.runtime.kernels import accumulate
 
 
 def ops(x: Tensor) -> Any:
-    """Return the namespace of the ops if they support x (CUDA, not fp64), otherwise None. The ops compute in fp32."""
+    """Return the namespace of the ops if the ops support x (CUDA, not fp64), otherwise None.
+
+    The ops compute in fp32.
+    """
     if not x.is_cuda or x.dtype == torch.float64:
         return None
     if why := missing():
@@ -24,9 +27,9 @@ def ops(x: Tensor) -> Any:
 
 @functools.cache
 def missing() -> str:
-    """Return the reason why this process has no Triton kernels; "" if the kernels are available.
+    """Return the reason why Triton kernels are unavailable in this process, or "" if they are available.
 
-    Before its first launch, Triton compiles a Python extension with the machine's C compiler, which may be missing.
+    Before the first launch, Triton compiles a Python extension with the machine's C compiler, which may be missing.
     """
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         return "they need a GPU of compute capability 8.0 (Ampere) or later"

@@ -1,10 +1,9 @@
-"""Triton kernels for GPUs: the merge of the online softmax, delta, and the output that replaces delta, each in one
-launch.
+"""Triton kernels for GPUs that merge online softmax results, compute delta, and compute the output that replaces delta.
 
-Each kernel computes the function of the same name in fp32 (`accumulate.merge_`, `dense.rowsum`,
-`dense.out_with_rowsum`) without temporary memory. The kernels are registered as ops so that fake tensors can be traced
-through them. Tensors may have any strides, with the shape (B, n, H, D), or (B, groups, n, H, D) for the groups of a
-launch.
+Each kernel runs in one launch and computes the function of the same name (`accumulate.merge_`, `dense.rowsum`,
+`dense.out_with_rowsum`) in fp32 without temporary memory. The kernels are registered as ops so that fake tensors can be
+traced through them. Tensors may have any strides, with the shape (B, n, H, D), or (B, groups, n, H, D) for the groups
+of a launch.
 """
 
 from __future__ import annotations
@@ -16,13 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 2048  # elements of a tensor per Triton program
+ELEMENTS = 2048  # number of tensor elements per Triton program
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # since Triton 3.10, fusion is off by default
 
 
 @triton.jit
 def _begins(row, sizes, strides):
-    """Return the offsets of rows in a tensor with four row dimensions. Rows use 32 bits, offsets 64 bits."""
+    """Return the offsets of rows in a tensor with four row dimensions.
+
+    Row indices have 32 bits, and offsets have 64 bits.
+    """
     fourth, rest = row % sizes[3], row // sizes[3]
     third, rest = rest % sizes[2], rest // sizes[2]
     second, first = rest % sizes[1], rest // sizes[1]
@@ -78,7 +80,7 @@ def out_with_rowsum_kernel(
     x = tl.load(_elements(do, row, column, sizes, of_do), there, 0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), 1)
     largest = tl.where(largest > 0, largest, 1.0)
-    unit = x / largest[:, None]  # the maximum element is 1, or all are 0
+    unit = x / largest[:, None]  # the maximum element is 1, or all elements are 0
     square = tl.maximum(tl.sum(unit * unit, 1), 1.0, propagate_nan=tl.PropagateNan.ALL)
     factor = tl.load(delta + _begins(row, sizes, of_delta), is_row, 0.0).to(tl.float32) / largest / square
     tl.store(_elements(out, row, column, sizes, of_out), unit * factor[:, None], there)
@@ -93,8 +95,8 @@ def launch(
         kernel: The kernel.
         shape: The shape of the rows, including their width.
         tensors: All tensor arguments of the kernel.
-        strided: The tensors whose strides are passed, each with rows of the given width or one number per row. All
-            other tensors are contiguous.
+        strided: The tensors whose strides are passed. Each tensor has rows of the given width, or one number per row.
+            All other tensors are contiguous.
     """
     *sizes, width = [1] * (5 - len(shape)) + list(shape)
     rows = sizes[0] * sizes[1] * sizes[2] * sizes[3]
@@ -110,7 +112,7 @@ def launch(
 
 
 def _strides(strides: Sequence[int], dims: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of the four row dimensions, 0 for dimensions of size 1, and the stride within a row."""
+    """Return the strides of the four row dimensions, with 0 for dimensions of size 1, and the stride within a row."""
     rows = [*[0] * (4 - dims), *strides[:dims]]
     return *(stride if size > 1 else 0 for stride, size in zip(rows, sizes, strict=True)), *strides[dims:]
 
@@ -132,7 +134,7 @@ def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
     return out
 
 
-# schema -> (function that launches the kernel, fake implementation)
+# by schema: (function that launches the kernel, fake implementation)
 OPS = {
     "merge_(Tensor(a!) out, Tensor(b!) lse, Tensor new_out, Tensor new_lse) -> ()": (merge_, lambda *_: None),
     "rowsum(Tensor do, Tensor out) -> Tensor": (

@@ -1,7 +1,7 @@
-"""Join tiles to launches of a kernel that supports windows and segments.
+"""Join tiles into launches of a kernel that supports windows and segments.
 
-Adjacent rows are joined to regions. From row to row of a region, each end of the visible columns either stays or moves
-by one column, like the edge of a window. Consecutive regions with the same window form one launch.
+Adjacent rows are joined into regions. From one row of a region to the next, each end of the visible columns either
+stays or moves by one column, like the edge of a window. Consecutive regions with the same window form one launch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from ..core.compiler.tiles.tiles import Piece, Segments, Tile
 
-# maximum rows or columns between two regions of a launch; computing the gap is cheaper than another launch
+# maximum number of rows or columns between two regions of a launch; computing the gap is cheaper than another launch
 MAX_GAP = 512
 OPEN_LAUNCHES = 8  # number of recent launches that a region may join
 
 
 class _Region(NamedTuple):
-    """Rows [q0, q1); the first row sees columns [a0, b0), and the last row sees [a1, b1).
+    """Rows [q0, q1). The first row sees columns [a0, b0), and the last row sees columns [a1, b1).
 
-    From row to row, the left end first stays and then moves by one column per row to a1. The right end moves by one
-    column per row to b1 and then stays.
+    From row to row, the left end first stays, and then moves by one column per row until it reaches a1. The right end
+    moves by one column per row until it reaches b1, and then stays.
     """
 
     q0: int
@@ -41,16 +41,16 @@ class _Region(NamedTuple):
 
     @property
     def left(self) -> int:
-        """Window distance to the left, as in `Segments`; -1 if the left edge hides nothing."""
+        """The window distance to the left, as in `Segments`, or -1 if the left edge hides nothing."""
         return -1 if self.a0 == self.a1 else self.b1 - self.a1 - 1
 
     @property
     def right(self) -> int:
-        """Window distance to the right; -1 if the right edge hides nothing."""
+        """The window distance to the right, or -1 if the right edge hides nothing."""
         return -1 if self.b0 == self.b1 else self.rows - 1 - (self.b1 - self.b0)
 
     def visible(self, row: int) -> tuple[int, int]:
-        """Return the columns [a, b) that are visible from a row."""
+        """Return the columns [a, b) that a row sees."""
         return max(self.a0, self.a1 - (self.q1 - 1 - row)), min(self.b1, self.b0 + row - self.q0)
 
     def extended(self, piece: Piece) -> _Region | None:
@@ -63,8 +63,8 @@ class _Region(NamedTuple):
     def allowed(self, windows: int) -> bool:
         """Return whether a kernel supports the region's window. For `windows`, see `KernelSupport`.
 
-        PyTorch and flash-attn interpret a distance of all columns as unlimited. With a left limit, both libraries
-        interpret a missing right limit as a distance of all columns.
+        PyTorch and flash-attn interpret a distance that spans all columns as unlimited. If there is a left limit, both
+        libraries interpret a missing right limit as a distance that spans all columns.
         """
         if windows == 1:
             return self.right <= 0 and (self.left < 0 or self.right == 0)
@@ -72,7 +72,7 @@ class _Region(NamedTuple):
 
 
 def joined(tiles: Sequence[Tile], windows: int, segments: bool) -> Iterator[Tile]:
-    """Return launches that make the same pairs visible as the tiles do. For the arguments, see `KernelSupport`."""
+    """Return launches that make the same pairs visible as the tiles. For the arguments, see `KernelSupport`."""
     launches: list[_Launch] = []
     for region in sorted(_regions(tiles, windows)):
         if not region.allowed(windows):
@@ -85,7 +85,7 @@ def joined(tiles: Sequence[Tile], windows: int, segments: bool) -> Iterator[Tile
 def _upper(region: _Region) -> Iterator[Tile]:
     """Yield the tiles of a region with a moving left edge and a fixed right edge.
 
-    The tiles are for kernels that require a causal edge: with reversed rows and columns, the left edge is causal.
+    The tiles are for kernels that require a causal edge. If rows and columns are reversed, the left edge is causal.
     """
     q0, q1, a0, _, _, b1 = region
     yield Tile(q0, q1, a0, a0 + region.rows, "upper")
@@ -112,7 +112,7 @@ def _regions(tiles: Sequence[Tile], windows: int) -> Iterator[_Region]:
 
 
 def _pieces(tile: Tile) -> Iterator[Piece]:
-    """Yield the visible columns of a tile, in pieces with straight edges."""
+    """Yield the visible columns of a tile in pieces with straight edges."""
     q0, q1, k0, k1 = tile[:4]
     rows, columns = q1 - q0, k1 - k0
     a_moves = int(tile.kind in ("upper", "band"))
@@ -125,7 +125,7 @@ def _pieces(tile: Tile) -> Iterator[Piece]:
 
 
 def _side_by_side(pieces: list[Piece]) -> Iterator[tuple[int, list[Piece]]]:
-    """Cut all pieces at every row where some piece begins or ends.
+    """Cut all pieces at each row in which any piece begins or ends.
 
     Yield (row, pieces from this row to the next cut), after joining adjacent pieces.
     """
@@ -149,14 +149,14 @@ def _side_by_side(pieces: list[Piece]) -> Iterator[tuple[int, list[Piece]]]:
 
 
 class _Launch:
-    """Regions with one window, each after the rows and columns of the previous region."""
+    """Regions with the same window. The rows and columns of each region come after those of the previous region."""
 
     def __init__(self, region: _Region) -> None:
         self.regions, self.left, self.right = [region], region.left, region.right
         self.min_distances = _min_distances(region)
 
     def join(self, region: _Region) -> bool:
-        """Add the region if a single window shows all regions correctly. Return whether the region was added."""
+        """Add the region if a single window describes all regions correctly. Return whether the region was added."""
         last = self.regions[-1]
         if not (0 <= region.q0 - last.q1 <= MAX_GAP and 0 <= region.a0 - last.b1 <= MAX_GAP):
             return False
@@ -174,8 +174,9 @@ class _Launch:
         return True
 
     def tile(self) -> Tile:
-        """Return the launch as a tile: groups if all regions are equal and evenly spaced, otherwise segments including
-        the gaps.
+        """Return the launch as a tile.
+
+        The tile has groups if all regions are equal and evenly spaced, and otherwise segments that include the gaps.
         """
         first, last = self.regions[0], self.regions[-1]
         pairs = [*itertools.pairwise(self.regions)]
@@ -194,7 +195,7 @@ class _Launch:
         return Tile(first.q0, last.q1, first.a0, last.b1, "segments", segments=segments)
 
     def windowed(self, tile: Tile) -> Tile:
-        """Return a full tile with the window of this launch."""
+        """Return a full tile that has this launch's window."""
         rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
         if self.left < 0 and (self.right < 0 or (self.right == 0 and rows == columns)):
             return tile if self.right < 0 else tile._replace(kind="causal")
@@ -202,5 +203,5 @@ class _Launch:
 
 
 def _min_distances(region: _Region) -> tuple[int, int]:
-    """Return the minimum (left, right) window distances that hide nothing; 0 for an edge that the region has."""
+    """Return the minimum (left, right) window distances that hide nothing, with 0 for an edge that the region has."""
     return (region.columns - 1 if region.left < 0 else 0), (region.rows - 1 if region.right < 0 else 0)

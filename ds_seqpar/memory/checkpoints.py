@@ -1,4 +1,4 @@
-"""Checkpoints that compute attention once: the first run saves attention's results, and the second run replays them.
+"""Checkpoints that compute attention only once. The first run saves attention's results, and the second replays them.
 
 A checkpoint runs a function, frees the intermediate tensors, and runs the function again when gradients are needed.
 With replay, attention's forward pass and its communication run once per step (DistFlashAttn, section 3.3). Saved
@@ -31,27 +31,27 @@ Result = TypeVar("Result")
 
 
 class Replay(seam.Replay):
-    """Attention results of one checkpointed function call, in the order of the attention calls.
+    """The attention results of one checkpointed function call, in the order of the attention calls.
 
     Args:
         saves: Whether the first run saves results.
-        store: The host memory for saved results; None keeps them on the device.
+        store: The host memory for saved results, or None to keep results on the device.
     """
 
     outer: Replay | None = None
 
     def __init__(self, saves: bool, store: Store | None) -> None:
         self.saved: deque[list[HostTensor | Tensor]] = deque()  # results not yet replayed by a later run
-        # the results in each HeadChunkResults of this call
+        # the results in each HeadChunkResults for this call
         self.head_chunk_results: list[list[list[HostTensor | Tensor]]] = []
-        # checkpoint_saves is False if only a head chunk's own backward saves results
+        # checkpoint_saves is False if results are saved only for a head chunk's own backward
         self.saves = self.checkpoint_saves = saves
-        self.runs, self.store = 0, store  # runs: number of times the function has run
+        self.runs, self.store = 0, store  # runs counts how often the function has run
 
     def pack(self, result: Tensors) -> list[HostTensor | Tensor]:
-        """Return the tensors of a result without their graph, in host memory if there is a store."""
+        """Return a result's tensors, detached from the graph, in host memory if there is a store."""
         pack = (lambda x: x) if self.store is None else self.store.pack
-        return [pack(x.detach()) for x in result]  # the caller's tensors become part of a graph
+        return [pack(x.detach()) for x in result]  # the caller's tensors will become part of a graph
 
     def unpack(self, packed: list[HostTensor | Tensor]) -> Tensors:
         """Return the tensors of a packed result. The inverse of `pack`."""
@@ -59,11 +59,11 @@ class Replay(seam.Replay):
         return tuple(map(unpack, packed))
 
     def run(self, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
-        """Run the function, with this Replay active for attention inside."""
+        """Run the function with this Replay active for attention inside the function."""
         self.runs += 1
         self.which_run = "first run" if self.runs == 1 else "run again"
         if self.runs > 2:
-            self.saved.clear()  # left by a second run that ended early
+            self.saved.clear()  # left over from a second run that ended early
         self.head_chunk_results = []
         token = _current.set(self)
         try:
@@ -73,16 +73,16 @@ class Replay(seam.Replay):
 
     @property
     def has_next(self) -> bool:
-        """Whether the function is being repeated and the next result is saved in this Replay."""
+        """Whether the function is being repeated and this Replay contains the next result."""
         return self.runs > 1 and bool(self.saved)
 
     @property
     def replays_next(self) -> bool:
-        """Whether the next result is saved in this Replay or in one of an enclosing checkpoint."""
+        """Whether this Replay or the Replay of an enclosing checkpoint contains the next result."""
         return self.has_next or (self.outer is not None and self.outer.replays_next)
 
     def next_result(self) -> Tensors | None:
-        """Return the next result, or None if neither this Replay nor an enclosing one has saved it."""
+        """Return the next result, or None if neither this Replay nor an enclosing Replay contains it."""
         if self.has_next:
             return self.unpack(self.saved.popleft())
         result = None if self.outer is None else self.outer.next_result()
@@ -109,12 +109,12 @@ class Replay(seam.Replay):
 
 
 class HeadChunkReplay(Replay):
-    """Attention results of a function that runs again in its own backward pass, as with head chunks.
+    """The attention results of a function that runs again in its own backward pass, as with head chunks.
 
-    The function's caller saves the results of the first run, and passes them to the replay of the second run.
+    The function's caller saves the results of the first run, and passes the results to the replay of the second run.
 
     Args:
-        results: The results of the first run; None for the replay of the first run.
+        results: The results of the first run, or None for the replay of the first run.
         checkpoint_saves: For the second run, the value from the first run's replay.
     """
 
@@ -133,10 +133,11 @@ class HeadChunkReplay(Replay):
 
 
 class HeadChunkResults:
-    """A stack of head chunks' results, for a backward pass that runs head chunks again inside a checkpointed function.
+    """A stack of head chunk results, for a backward pass that runs head chunks again inside a checkpointed function.
 
-    The stack is filled only in the function's second run, shortly before the backward pass. Results are copied to host
-    memory if the checkpoint's results are. Backward pops the last head chunk first, while the previous one is fetched.
+    The stack is filled only in the function's second run, shortly before the backward pass. Head chunk results are
+    stored in host memory if the checkpoint's results are. Backward pops the last head chunk first, while the previous
+    head chunk is fetched.
     """
 
     def __init__(self, replay: Replay) -> None:
@@ -145,12 +146,12 @@ class HeadChunkResults:
 
     @classmethod
     def in_checkpoint(cls) -> HeadChunkResults | None:
-        """Return a stack for the current checkpointed function; None outside a checkpoint."""
+        """Return a stack for the current checkpointed function, or None outside a checkpoint."""
         replay = current()
         return None if replay is None else cls(replay)
 
     def push(self, result: Tensors) -> None:
-        """Push a head chunk's result, during the function's second run only."""
+        """Push a head chunk's result, but only during the function's second run."""
         if self.replay.runs > 1:
             self.replay.head_chunk_results[self.number].append(self.replay.pack(result))
 
@@ -159,26 +160,30 @@ class HeadChunkResults:
         return self.replay.unpack(self.replay.head_chunk_results[self.number].pop())
 
     def on_device(self) -> list[Any]:
-        """Return the remaining results for modification in place; empty if the results are in host memory."""
+        """Return the remaining results for modification in place.
+
+        The list is empty if the results are in host memory.
+        """
         return self.replay.head_chunk_results[self.number] if self.replay.store is None else []
 
 
-TORCH_CHECKPOINT_FILE = noop_context_fn.__code__.co_filename  # where torch's own checkpoint runs its function
+# the file in which torch's own checkpoint runs its function
+TORCH_CHECKPOINT_FILE = noop_context_fn.__code__.co_filename
 _current: ContextVar[Replay | None] = ContextVar("ds_seqpar_replay", default=None)
 
 
 def replaying(
     function: Callable[..., Result], store: Store | None = None, *, saves: bool = True
 ) -> Callable[..., Result]:
-    """Return the function for one call of a checkpoint, as in `checkpoint(replaying(layer), x)`.
+    """Wrap a function for one call of a checkpoint, as in `checkpoint(replaying(layer), x)`.
 
-    The second run consumes the results saved by the first run. A third run, with a retained graph, recomputes
+    The second run consumes the results saved by the first run. A third run, which requires a retained graph, recomputes
     attention.
 
     Args:
         function: The function that the checkpoint runs.
-        store: The host memory for saved results; None keeps them on the device.
-        saves: If False, nothing is saved, but attention is still marked as checkpointed.
+        store: The host memory for saved results, or None to keep results on the device.
+        saves: Whether to save results. If False, attention is still marked as checkpointed.
     """
     replay = Replay(saves, store)
 
@@ -192,8 +197,8 @@ def replaying(
 def current() -> Replay | None:
     """Return the replay of the innermost enclosing checkpoint, or None.
 
-    Also return None inside one of torch's own checkpoints that is nested in ours. The recomputation of torch's
-    checkpoint starts after ours has ended, so its first run must not use a replay either.
+    Also return None inside one of torch's own checkpoints that is nested in our checkpoint. The recomputation in
+    torch's checkpoint starts after our checkpoint has ended, so the first run must not use a replay either.
     """
     found = _current.get()
     frame: FrameType | None = sys._getframe(1)
@@ -214,8 +219,8 @@ class Checkpoint:
 
     Args:
         checkpoint: The wrapped checkpoint function.
-        saves: Whether to save the results of attention.
-        store: The host memory for saved tensors; None keeps them on the device.
+        saves: Whether to save attention's results.
+        store: The host memory for saved tensors, or None to keep tensors on the device.
     """
 
     def __init__(self, checkpoint: Callable[..., Any], saves: bool, store: Store | None = None) -> None:

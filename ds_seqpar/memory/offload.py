@@ -1,10 +1,10 @@
-"""Checkpoints in host memory: saved tensors are copied to the host while later layers run, and copied back in backward.
+"""Checkpoints in host memory. Saved tensors are copied to the host while later layers run, and copied back in backward.
 
-On CUDA, each direction has its own stream. At most `PENDING_COPIES` tensors stay on the device until their copies
-finish, and one tensor is prefetched ahead of the tensor in use. Host memory is pinned, and reused in every step. Host
-memory is allocated in pieces, since torch rounds pinned allocations up to powers of two. On CPUs, tensors are copied
-into a similar pool without streams. These copies save no memory, but let tests check that restored tensors equal the
-saved ones.
+On CUDA, copies in each direction have their own stream. At most `PENDING_COPIES` tensors stay on the device until their
+copies finish, and one tensor is prefetched ahead of the tensor in use. Host memory is pinned and reused in every step.
+Host memory is allocated in pieces, since torch rounds pinned allocations up to powers of two. On CPUs, tensors are
+copied into a similar pool without streams. These copies save no memory, but let tests check that restored tensors equal
+the saved tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PENDING_COPIES = 2
 
 
 class HostTensor:
-    """A tensor in pieces of host memory. Deleting the HostTensor returns the pieces to the store's pool."""
+    """A tensor stored in pieces of host memory. Deleting the HostTensor returns the pieces to the store's pool."""
 
     copied_out: Any = None  # event at the end of the copy to the host
     copied_in: Any = None  # event at the end of the copy to the device
@@ -34,16 +34,19 @@ class HostTensor:
         self.store, self.device, self.shape, self.dtype = store, x.device, x.shape, x.dtype
         full_pieces, remainder = divmod(x.numel() * x.element_size(), HOST_PIECE)
         self.previous = store.last  # the tensor copied to the host before this one
-        self.pieces: list[Tensor] = []  # filled one by one: if an allocation fails, earlier pieces are freed
+        self.pieces: list[Tensor] = []  # filled one by one, so that earlier pieces are freed if an allocation fails
         for size in [HOST_PIECE] * full_pieces + [remainder] * (remainder > 0):
             self.pieces.append(store.allocate(size))
 
     def parts(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (piece, bytes of `x` in this piece). `x` is contiguous, with the shape and dtype of the HostTensor."""
+        """Yield (piece, the bytes of `x` for the piece).
+
+        `x` is contiguous, with the shape and dtype of the HostTensor.
+        """
         yield from zip(self.pieces, x.view(-1).view(torch.uint8).split(HOST_PIECE), strict=True)
 
     def empty(self) -> Tensor:
-        """Return an uninitialized tensor of the same shape, dtype and device."""
+        """Return an uninitialized tensor with the same shape, dtype and device."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def __del__(self) -> None:
@@ -52,15 +55,15 @@ class HostTensor:
 
 
 class Store:
-    """Host memory for one rank's checkpoints."""
+    """The host memory for one rank's checkpoints."""
 
     pinned = False
 
     def __init__(self) -> None:
-        # size in bytes -> (unused piece, event after which the piece may be written)
+        # by size in bytes: (unused piece, event after which the piece may be written)
         self.free: dict[int, list[tuple[Tensor, Any]]] = defaultdict(list)
         self.last: weakref.ref[HostTensor] | None = None
-        self.bytes_allocated = self.bytes_in_use = 0  # total allocated; currently used by tensors
+        self.bytes_allocated = self.bytes_in_use = 0  # allocated in total, and currently used by tensors
 
     def __deepcopy__(self, memo: dict) -> Store:
         return self
@@ -94,7 +97,7 @@ class Store:
         return piece
 
     def release(self, piece: Tensor, unused: Any) -> None:
-        """Return a piece to the pool. `unused` is the event after which nothing reads or writes the piece."""
+        """Return a piece to the pool. `unused` is the event after which the piece is no longer read or written."""
         self.bytes_in_use -= piece.numel()
         self.free[piece.numel()].append((piece, unused))
 
@@ -153,8 +156,8 @@ class StreamingStore(Store):
         """Start copying to the device unless already started, without waiting for pending work on the compute stream.
 
         No wait is needed, since the copy writes to memory of the `to_device` stream. torch's caching allocator has a
-        memory pool per stream. The memory of a tensor returns to the pool of the stream that was current when the
-        tensor was created. If `record_stream` has named another stream, the memory returns only after an event that is
+        memory pool per stream. A tensor's memory returns to the pool of the stream that was current when the tensor was
+        created. If `record_stream` was called with another stream, the memory returns only after an event that is
         recorded on that stream when the tensor is freed. Memory that the allocator returns for the copy is therefore
         not in use by another stream.
         """
@@ -169,5 +172,5 @@ class StreamingStore(Store):
 
 
 def store_of(device: torch.device) -> Store:
-    """Return a store for checkpoints of tensors on the device."""
+    """Return a store for checkpointed tensors on the device."""
     return StreamingStore(device) if device.type == "cuda" else Store()

@@ -1,4 +1,4 @@
-"""Attention to cached keys and values that are distributed over the ranks of the sequence."""
+"""Attention to cached keys and values that are distributed across the ranks that share the sequence."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from ..core.runtime.seams import Inputs
 from ..core.runtime.transport import TorchComm
 
 STEP = "the exchange of a decode step"
-MOST = 2**18  # maximum bytes of a rank's partial results for which every rank merges all results
-Counts = Sequence[tuple[int, int]]  # (first, end) of each row's keys in the cache
+MOST = 2**18  # maximum size in bytes of a rank's partial results for which every rank merges all results
+Counts = Sequence[tuple[int, int]]  # (first, end) for each row's keys in the cache
 
 
 def attend(
@@ -82,7 +82,7 @@ def decode(
 ) -> Tensor:
     """Compute `SequenceParallel.decode_attention`.
 
-    All ranks have the queries, and each attends to its own cached keys. Afterwards, ranks exchange and merge their
+    All ranks have the queries, and each rank attends to its own cached keys. Afterwards, ranks exchange and merge their
     partial results.
     """
     runtime = runtime.one_ring
@@ -95,13 +95,13 @@ def decode(
     kernel, autocast = _kernel(runtime, q, k, scores.softcap), torch.is_autocast_enabled(q.device.type)
     with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
         part = _part(kernel, scores, q, k, v, counts)
-    if options.sinks is not None and runtime.rank == 0:  # one additional score per head, with value 0
+    if options.sinks is not None and runtime.rank == 0:  # one additional score per head, whose value is 0
         merge_sinks_(part[..., :-1], part[..., -1], options.sinks)
     return merged_by_all(runtime, part).to(q.dtype)
 
 
 def _part(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None) -> Tensor:
-    """Return (out, lse) of a step's queries over this rank's keys as one tensor (rows, 1, heads, v_dim + 1)."""
+    """Return (out, lse) for a step's queries and this rank's keys as one tensor (rows, 1, heads, v_dim + 1)."""
     if counts is None:
         return _attend(kernel, scores, q, k, v)
     parts, end = [], 0
@@ -125,7 +125,7 @@ def _attend(kernel: Kernel, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def merged_by_all(runtime: Runtime, part: Tensor) -> Tensor:
-    """Merge the parts (rows, 1, heads, v_dim + 1) of all ranks to the output (rows, 1, heads, v_dim)."""
+    """Merge all ranks' parts (rows, 1, heads, v_dim + 1) into the output (rows, 1, heads, v_dim)."""
     merged = _exchanged(runtime, part)
     if not part.is_cpu:
         for observer in runtime.observers:
@@ -137,7 +137,8 @@ def _exchanged(runtime: Runtime, part: Tensor) -> Tensor:
     comm, size, width = runtime.comm, runtime.size, part.shape[-1]
     if size <= 2 or part.nbytes <= MOST:
         return _merged(comm.parts_of_all(part.view(-1), STEP).view(size, *part.shape))
-    results = part.view(-1, width)  # large: each rank merges an equal share of the results
+    # too large to merge on every rank, so each rank merges an equal share of the results
+    results = part.view(-1, width)
     share = -(-len(results) // size)
     sent = functional.pad(results, (0, 0, 0, share * size - len(results)))
     merged = _merged(comm.parts_of_all(sent.view(-1), STEP, shares=True).view(size, share, width))
@@ -146,7 +147,7 @@ def _exchanged(runtime: Runtime, part: Tensor) -> Tensor:
 
 
 def _merged(parts: Tensor) -> Tensor:
-    """Merge the parts of all ranks (ranks, ..., v_dim + 1) to the output (..., v_dim)."""
+    """Merge all ranks' parts (ranks, ..., v_dim + 1) into the output (..., v_dim)."""
     out, lses = parts.split([parts.shape[-1] - 1, 1], -1)
     weights = lses.softmax(0).nan_to_num_()  # NaN if there are no scores
     return (out * weights).sum(0)
@@ -154,7 +155,7 @@ def _merged(parts: Tensor) -> Tensor:
 
 @functools.cache
 def _program(rank: int, size: int) -> op.Program:
-    """Return a program that describes the work queued on a device in a step, for the watchdog."""
+    """Return a program that describes a step's queued device work for the watchdog."""
     gather = Gather(ranks=tuple(range(size)), kind="out", keys=tuple((block,) for block in range(size)))
     return op.Program(
         name="decode", direction="forward", rank=rank, size=size, words=(), slots=(), frees=(),
@@ -169,7 +170,7 @@ def _kernel(runtime: Runtime, q: Tensor, k: Tensor, softcap: float) -> Kernel:
 
 
 def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | None, options: AttentionOptions) -> None:
-    """Check the inputs of a decode step on this rank, and compare them between ranks. Collective."""
+    """Check the inputs of a decode step on this rank, and compare them between ranks. The call is collective."""
     error: SeqParError | None = None
     fields: dict[str, object] = {}
     try:
@@ -183,7 +184,7 @@ def _agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, counts: Counts | N
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         fields |= {"scale": options.scale, "softcap": options.softcap, "sinks": describe(options.sinks)}
         fields["SequenceParallel"] = cast(TorchComm, runtime.comm).groups.number
-    except Exception as reason:  # if only one rank raised, the others would hang
+    except Exception as reason:  # if only one rank raised an error, the other ranks would hang
         error = as_seqpar_error("a decode step needs inputs that can be read; reading them failed", reason)
     runtime.admit(Inputs("decode_attention", Compared("decode inputs", fields), {"q": q, "k": k, "v": v}), error)
 

@@ -1,4 +1,4 @@
-"""Gather the tokens of a sequence from its ranks in order of position, with gradients.
+"""Gather a sequence's tokens from all ranks that share the sequence, in order of position and with gradients.
 
 The ranks must already have agreed on the inputs, as in a patched model.
 """
@@ -28,10 +28,10 @@ NAME, KIND = "a gather of tokens", "gathered"  # names in errors and in statisti
 class Piece(NamedTuple):
     """Consecutive tokens of one document on one rank."""
 
-    place: int  # index of its first token among the rank's tokens
+    place: int  # index of the piece's first token among the rank's tokens
     length: int
-    start: int  # position of its first token
-    document: int  # position of the first token of its document
+    start: int  # position of the piece's first token
+    document: int  # position of the document's first token
 
     @property
     def end(self) -> int:
@@ -44,7 +44,7 @@ def segments(runtime: Runtime, tokens: int, shards: Shards | None, documents: tu
     Args:
         runtime: This rank's runtime.
         tokens: Number of tokens on this rank.
-        shards: Same as in `SequenceParallel.attention`; None for the configured layout.
+        shards: See `SequenceParallel.attention`. None for the configured layout.
         documents: Start positions of documents; () for a single document.
     """
     return segments_of(shards or runtime.shards(tokens * runtime.ulysses.size), documents, runtime.ulysses.size)
@@ -52,7 +52,7 @@ def segments(runtime: Runtime, tokens: int, shards: Shards | None, documents: tu
 
 @functools.lru_cache(maxsize=64)
 def pieces_of(segments: Segments, rows: int) -> tuple[tuple[Piece, ...], ...]:
-    """Return the pieces of each SP rank in order, each with at most `rows` tokens."""
+    """Return each SP rank's pieces in order. A piece has at most `rows` tokens."""
     return tuple(tuple(_pieces(segments, numbers, rows)) for numbers in segments.numbers)
 
 
@@ -72,8 +72,8 @@ def _pieces(segments: Segments, numbers: Sequence[int], rows: int) -> list[Piece
 class Gathered(torch.autograd.Function):
     """Gather x (B, local tokens, W) from each rank to (B, tokens, W) on every rank, in order of position.
 
-    Collective over the ranks of the sequence, including the backward pass, in which each rank receives the sum of its
-    tokens' gradients.
+    The call is collective across the ranks that share the sequence, and so is the backward pass, in which each rank
+    receives the sum of the gradients of its tokens.
     """
 
     @staticmethod
@@ -124,7 +124,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _runs(segments: Segments) -> tuple[tuple[int, int, int], ...]:
-    """Return (rank, index of its first token on the rank, length) of each run, in order of position."""
+    """Return (rank, index of the first token on the rank, length) for each run, in order of position."""
     runs = dict[int, tuple[int, int, int]]()
     for rank, numbers in enumerate(segments.numbers):
         lengths = [segments.runs[number].length for number in numbers]
@@ -141,14 +141,14 @@ def _counts(segments: Segments) -> list[int]:
 
 
 def gather(peers: Runtime, xs: Sequence[Tensor], segments: Segments) -> list[Tensor]:
-    """Gather tensors (B, local tokens, ...) from all ranks to tensors (B, tokens, ...).
+    """Gather tensors (B, local tokens, ...) from all ranks into tensors (B, tokens, ...).
 
-    Tensors of the same dtype share a message; tensors that require gradients are sent separately.
+    Tensors of the same dtype share a message. Tensors that require gradients are sent separately.
 
     Args:
-        peers: The runtime of all ranks that share the sequence (`Runtime.one_ring`).
-        xs: The tensors. Ranks must pass the same number of tensors, with equal dtypes, equal sizes except the number of
-            tokens, and equal `requires_grad`.
+        peers: The runtime of all ranks that share the sequence (see `Runtime.one_ring`).
+        xs: The tensors. Ranks must pass the same number of tensors, with equal dtypes, equal `requires_grad`, and equal
+            sizes except for the number of tokens.
         segments: The segments of all ranks.
     """
     found: dict[int, Tensor] = {}

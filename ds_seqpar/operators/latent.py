@@ -1,9 +1,9 @@
-"""Latent attention (MLA): ranks send each token's latent, which is expanded to keys and values for each block product.
+"""Latent attention (MLA). Ranks send each token's latent, and expand latents to keys and values for each product.
 
-A latent has R numbers per token, shared by all heads; DeepSeek-V3's 576 numbers represent 40,960 numbers of k and v. A
-matrix (H, R, D + Dv) expands the latent. Forward and backward expand a block again in each product. In backward, the
-gradients of keys and values are converted to the gradient of the latent, which travels with the latent. The gradient of
-the matrix stays on the rank.
+A latent has R elements per token, shared by all heads. In DeepSeek-V3, 576 elements represent 40,960 elements of k and
+v. A matrix (H, R, D + Dv) expands the latent. Forward and backward expand a block again for each product. In backward,
+the gradients of keys and values are converted to the gradient of the latent, which travels with the latent. The
+gradient of the matrix stays on the rank.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ..core.settings import SequenceParallelConfig
 
 
 def expanded(latent: Tensor, matrix: Tensor, k_dim: int) -> list[Tensor]:
-    """Return k (B, n, H, D) and v (B, n, H, Dv) of a latent (B, n, R), expanded by a matrix (H, R, D + Dv)."""
+    """Return k (B, n, H, D) and v (B, n, H, Dv), expanded from a latent (B, n, R) with a matrix (H, R, D + Dv)."""
     kv = torch.einsum("bnr,hre->bnhe", latent, matrix)
     return [*kv.split([k_dim, kv.shape[-1] - k_dim], dim=-1)]
 
 
 class Expansion(NamedTuple):
-    """The matrix that expands a latent to keys and values of some heads."""
+    """The matrix that expands a latent to the keys and values of some heads."""
 
     matrix: Tensor  # (R, H * (D + Dv))
     heads: int
@@ -45,19 +45,19 @@ class Expansion(NamedTuple):
         return cls(matrix.transpose(0, 1).flatten(1), matrix.shape[0], v_dim)
 
     def expand(self, latent: Tensor) -> Tensors:
-        """Expand a latent (B, n, 1, R) to k and v (B, n, H, D); the narrower of the two is padded with zeros."""
+        """Expand a latent (B, n, 1, R) to k and v (B, n, H, D). The narrower of k and v is padded with zeros."""
         kv = (latent.flatten(2) @ self.matrix).unflatten(-1, (self.heads, -1))
         k, v = kv.split([kv.shape[-1] - self.v_dim, self.v_dim], dim=-1)
         return padded(k, v.shape[-1]), padded(v, k.shape[-1])
 
     def columns(self, dk: Tensor, dv: Tensor) -> Tensor:
-        """Return the gradients of `expand`'s k and v as one matrix (B * n, H * (D + Dv))."""
+        """Return the gradients of k and v from `expand` as one matrix (B * n, H * (D + Dv))."""
         k_dim = self.matrix.shape[1] // self.heads - self.v_dim
         return torch.cat([dk[..., :k_dim], dv[..., : self.v_dim]], dim=-1).flatten(2).flatten(0, 1)
 
 
 def _seen(latent: Tensor, launches: Sequence[Tile]) -> Tensor:
-    """Return the rows of a latent up to the last row that a launch sees."""
+    """Return a latent's rows up to the last row that any launch sees."""
     return latent[:, : max(launch.sides[1].end for launch in launches)]
 
 
@@ -76,7 +76,7 @@ class LatentForward(Forward):
 
 
 class LatentBackward(Backward):
-    """Backward pass of `LatentForward`, with the results dq and the latent's gradient.
+    """Backward pass of `LatentForward`, which returns dq and the latent's gradient.
 
     Attributes:
         dmatrix: The gradient of the expansion matrix, in accum_dtype.
@@ -107,7 +107,7 @@ class LatentBackward(Backward):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LatentShape(Shape):
-    """The shape of latent attention, in which one head of `latent` numbers represents k and v."""
+    """The shape of latent attention, in which one head with `latent` elements represents k and v."""
 
     latent: int
 
@@ -120,7 +120,7 @@ class LatentShape(Shape):
         return self.q_heads
 
     def product_bytes(self, direction: str, keys: int) -> int:
-        """Return the bytes of `keys` expanded keys and values, and of the expansion matrix.
+        """Return the total size in bytes of `keys` expanded keys and values and the expansion matrix.
 
         For backward, the gradients of keys, values and the matrix are included.
         """
@@ -131,10 +131,10 @@ class LatentShape(Shape):
 
 
 class Latent(Operator):
-    """Attention of q (B, s, H, D) to a latent (B, s, R) that is expanded by a matrix (H, R, D + Dv)."""
+    """Attention of q (B, s, H, D) to a latent (B, s, R) that a matrix (H, R, D + Dv) expands."""
 
     name, operands, parameters, dims = "latent attention", ("q", "latent"), ("expand",), (4, 3, 3)
-    is_linear = False  # keys exist only during a product
+    is_linear = False  # keys only exist during a product
     kind, forward, backward = LatentShape, LatentForward, LatentBackward
 
     def check_shapes(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
@@ -165,8 +165,8 @@ LATENT = register(Latent())
 def is_sent(config: SequenceParallelConfig, tokens: int, heads: int, width: int, dims: int) -> bool:
     """Return whether latent attention sends latents, rather than keys and values, for a resolved config.
 
-    Expanding one key costs as much as attention from `width` query rows to that key. CP ranks expand a key in every
-    hop, while each Ulysses rank expands a key once, for its own heads.
+    Expanding one key costs as much as attention from `width` query rows to the key. CP ranks expand a key in every hop,
+    while each Ulysses rank expands a key only once, for its own heads.
 
     Args:
         config: The settings.
@@ -182,7 +182,10 @@ def is_sent(config: SequenceParallelConfig, tokens: int, heads: int, width: int,
 
 
 def sends_latent(config: SequenceParallelConfig, tensors: Sequence[Tensor], shards: UnevenShards | None) -> bool:
-    """Return whether a call of latent attention sends its latent; also True for a call with invalid tensors."""
+    """Return whether a call of latent attention sends its latent.
+
+    The result is also True for a call with invalid tensors.
+    """
     try:
         LATENT.check(tensors, shards is not None)
     except SeqParError:

@@ -1,12 +1,12 @@
 """Layers with a recurrent state: gated delta rules, Mamba-2, lightning attention and causal convolutions.
 
 Each rank runs the layer's own function on each segment of its tokens, starting from a zero state. The function is
-linear in the initial state, so the rank adds the contribution of the true state afterwards. A run of tokens maps the
-previous state S to the next state M S + S'. Ranks exchange the maps of their runs (see `states`), and each rank
-combines the maps of all previous runs. Segments form the rows of a batch, padded on the left with zeros, for which the
-layers' functions keep a zero state. The layers' functions need no support for documents or several runs per rank.
+linear in the initial state, so the rank adds the contribution of the true state afterwards. A run of consecutive tokens
+maps the previous state S to the next state M S + S'. Ranks exchange the maps of their runs (see `states`), and each
+rank combines the maps of all previous runs. Segments form the rows of a batch, padded on the left with zeros, which
+leave the state at zero. The layers' functions need not support documents or several runs per rank.
 
-If configured, ranks first exchange heads: each Ulysses rank then processes some heads of all tokens of its CP rank.
+If configured, ranks first exchange heads, so that each Ulysses rank processes some heads of all tokens of its CP rank.
 
 The ranks must already have agreed on the inputs, as in a patched model.
 """
@@ -33,22 +33,22 @@ from .states import Entering, Tied
 
 Context: TypeAlias = Any  # autograd's ctx
 STATES, HEADS, HALO = "states of a layer", "heads of a layer with a state", "tokens before a convolution"
-COUNTED = "state_heads"  # statistics count exchanged elements under this name
+COUNTED = "state_heads"  # the name under which statistics count exchanged elements
 RATIO = 2  # maximum ratio of segment lengths in one batch
-PIECE = 2**24  # maximum output elements to which states are added at a time, in fp32
+PIECE = 2**24  # maximum number of output elements to which states are added at a time, in fp32
 
 
 class Rows(NamedTuple):
-    """The results of a layer's function for segments (N, L, ...), computed from a zero state.
+    """The results of a layer's function for segments (N, L, ...), starting from a zero state.
 
     Attributes:
         out: The output (N, L, H, V).
-        state: The state after the last token (N, H, K, V), in fp32 (fp64 for fp64 inputs).
+        state: The state after the last token (N, H, K, V) in fp32 (fp64 for fp64 inputs).
         readout: (N, L, groups, K), with the same number of heads in each group. If the state before the first token is
             S, `decay * (readout @ S)` must be added to `out`.
-        transition: The matrix M in M S + state, (N, H, K, K) or (N, H, 1, 1). A segment that continues a document
-            requires `transition`, `readout` and `decay`.
-        decay: (N, L, H) in the state's dtype; None means 1.
+        transition: The matrix M in M S + state, of shape (N, H, K, K) or (N, H, 1, 1). A segment that continues a
+            document requires `transition`, `readout` and `decay`.
+        decay: (N, L, H) in the state's dtype. None means 1.
     """
 
     out: Tensor
@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """The form of a head's state (K, V). A transition is a matrix, or a scalar if the state only decays."""
+    """The form of a head's state (K, V). The transition is a matrix, or a scalar if the state only decays."""
 
     keys: int
     values: int
@@ -78,9 +78,10 @@ def recurrence(
     runtime: Runtime, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor], cell: Cell,
     shards: Shards | None = None, documents: tuple[int, ...] = (),
 ) -> Tensor:  # fmt: skip
-    """Run a layer with a recurrent state over the whole sequence; each rank passes its local tokens.
+    """Run a layer with a recurrent state over the whole sequence, given each rank's local tokens.
 
-    Double backward is not supported. Collective over the ranks that share the sequence, including the backward pass.
+    Double backward is not supported. The call and its backward pass are collective across the ranks that share the
+    sequence.
 
     Args:
         runtime: This rank's runtime.
@@ -88,7 +89,7 @@ def recurrence(
         tokens: Tensors (B, s, heads, ...). The first tensor contains the values, with all H heads.
         parameters: Tensors (H, ...).
         cell: The form of a head's state.
-        shards: The tokens of each CP rank; None for the configured layout.
+        shards: The tokens of each CP rank, or None for the configured layout.
         documents: Start positions of documents; () for a single document.
 
     Returns:
@@ -114,16 +115,16 @@ def causal_conv(
     runtime: Runtime, function: Callable[[Tensor], Tensor], x: Tensor, kernel_size: int, shards: Shards | None = None,
     documents: tuple[int, ...] = (),
 ) -> Tensor:  # fmt: skip
-    """Run a layer's causal convolution over the whole sequence; each rank passes its local tokens.
+    """Run a layer's causal convolution over the whole sequence, given each rank's local tokens.
 
     Args:
         runtime: This rank's runtime.
-        function: The layer's convolution (N, L, C) -> (N, L, C), with zeros before the first token. A token depends on
-            the `kernel_size - 1` preceding tokens.
+        function: The layer's convolution from (N, L, C) to (N, L, C), with zeros before the first token. A token
+            depends on the `kernel_size - 1` preceding tokens.
         x: The input (B, s, C).
-        kernel_size: The kernel's length.
-        shards: Same as in `recurrence`.
-        documents: Same as in `recurrence`.
+        kernel_size: The length of the kernel.
+        shards: See `recurrence`.
+        documents: See `recurrence`.
 
     Returns:
         The output (B, s, C).
@@ -149,10 +150,9 @@ def causal_conv(
 
 
 def _tails(x: Tensor, pieces: Sequence[Tensor], segments: Sequence[Segment], count: int) -> tuple[Tensor, Tensor]:
-    """Return the last `count` tokens of each run as a state (B, runs, 1, count, C), and the run's map (..., count,
-    count).
+    """Return each run's last `count` tokens as a state (B, runs, 1, count, C), and the run's map (..., count, count).
 
-    If a run is shorter than `count`, its map shifts tokens from before the run.
+    If a run is shorter than `count`, the run's map shifts tokens from before the run.
     """
     tails, maps = [], []
     for segment, piece in zip(segments, pieces, strict=False):
@@ -169,12 +169,12 @@ def _tails(x: Tensor, pieces: Sequence[Tensor], segments: Sequence[Segment], cou
 def delta_rule(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
     """Return the `Function` of a delta rule.
 
-    Zero values with the identity as the initial state yield the transition as the final state, and the readout as
-    outputs. Transition and readout are computed in the same call as the output, as additional columns of the values.
+    With zero values and the identity as the initial state, the final state is the transition and the outputs are the
+    readout. Transition and readout are computed in the same call as the output, as additional columns of the values.
 
     Args:
-        function: (q (N, L, heads, K), k, v (N, L, H, V), g, beta, initial state (N, H, K, V) or None) -> (out, final
-            state).
+        function: A function that takes q (N, L, heads, K), k, v (N, L, H, V), g, beta, and an initial state (N, H, K,
+            V) or None, and returns (out, final state).
     """
 
     def rows(tokens: list[Tensor], parameters: list[Tensor], continues: bool) -> Rows:
@@ -225,14 +225,16 @@ def _exchanges_heads(
 
 
 def exchange_heads(runtime: Runtime, tensors: Sequence[Tensor], tokens: Sequence[int], inward: bool) -> list[Tensor]:
-    """Exchange heads among Ulysses ranks: (B, s, H, ...) to (B, T, H / U, ...) inward, and the reverse outward.
+    """Exchange heads among Ulysses ranks.
+
+    Inward, (B, s, H, ...) becomes (B, T, H / U, ...). Outward, (B, T, H / U, ...) becomes (B, s, H, ...).
 
     Args:
         runtime: This rank's runtime.
         tensors: The tensors to exchange. Tensors of the same dtype share a message. If a tensor has fewer heads than
-            there are Ulysses ranks, each rank receives the head that its share of the other tensors' heads reads.
+            there are Ulysses ranks, each rank receives the head that belongs to the rank's heads of the other tensors.
         tokens: Number of tokens of each Ulysses rank.
-        inward: The direction.
+        inward: Whether to exchange heads inward. If False, heads are exchanged outward.
     """
     exchanged: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(x.dtype for x in tensors):
@@ -244,7 +246,7 @@ def exchange_heads(runtime: Runtime, tensors: Sequence[Tensor], tokens: Sequence
 
 
 class ExchangeHeads(torch.autograd.Function):
-    """An all-to-all of heads of several tensors (B, tokens, heads, D). Backward is the reverse all-to-all."""
+    """An all-to-all for the heads of several tensors (B, tokens, heads, D). Backward is the reverse all-to-all."""
 
     @staticmethod
     def forward(ctx: Context, runtime: Runtime, tokens: tuple[int, ...], inward: bool, *xs: Tensor) -> Tensors:
@@ -281,7 +283,7 @@ def _recurrence(
     peers: Runtime, segments: Segments, function: Function, tokens: Sequence[Tensor], parameters: Sequence[Tensor],
     cell: Cell,
 ) -> Tensor:  # fmt: skip
-    """Run a layer on this rank's segments, with all heads of the tensors on this rank."""
+    """Run a layer on this rank's segments, for all heads of the tensors on this rank."""
     mine, batch = segments.of_rank[peers.rank], len(tokens[0])
     pieces = [_pieces(x, mine) for x in tokens]
     lengths = [piece.shape[1] for piece in pieces[0]]
@@ -317,8 +319,8 @@ def _recurrence(
 class _Continued(torch.autograd.Function):
     """Add `decay * (readout @ state)` to the output (B, L, H, V) of a segment that was computed from a zero state.
 
-    The sum is computed piece by piece along the tokens, and recomputed in backward, because fp32 readouts of all heads
-    would exceed all other tensors that the layer saves for backward.
+    The sum is computed piece by piece along the tokens, and recomputed in backward. Otherwise, fp32 readouts of all
+    heads would take more memory than all other tensors that the layer saves for backward.
     """
 
     @staticmethod
@@ -351,7 +353,7 @@ class _Continued(torch.autograd.Function):
 
     @staticmethod
     def read(readout: Tensor, state: Tensor) -> Tensor:
-        """Multiply readouts (B, L, groups, K) by a state (B, H, K, V) to (B, L, H, V)."""
+        """Multiply readouts (B, L, groups, K) by a state (B, H, K, V), with a result of shape (B, L, H, V)."""
         states = state.unflatten(1, (readout.shape[2], -1))
         return torch.einsum("blgk,bgrkv->blgrv", readout.to(state.dtype), states).flatten(2, 3)
 
@@ -366,14 +368,14 @@ def _first_of_runs(segments: Sequence[Segment]) -> list[int]:
 
 
 def _pieces(x: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    """Split x into segments; a rank without segments returns a single zero token to keep its autograd graph."""
+    """Split x into segments. A rank without segments returns a single zero token to keep its autograd graph."""
     if not segments:
         return [torch.cat([x, x.new_zeros(len(x), 1, *x.shape[2:])], 1)]
     return [x] if len(segments) == 1 else list(x.split([segment.length for segment in segments], 1))
 
 
 def _groups(lengths: Sequence[int], continues: Sequence[bool]) -> list[list[int]]:
-    """Return the indices of segments that are computed in one batch."""
+    """Return the indices of the segments in each batch."""
     groups: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda number: (continues[number], lengths[number])):
         first = groups[-1][0] if groups else number
@@ -385,7 +387,7 @@ def _groups(lengths: Sequence[int], continues: Sequence[bool]) -> list[list[int]
 
 
 def _batched(pieces: Sequence[Tensor]) -> Tensor:
-    """Stack pieces (B, length, ...) as rows (B * pieces, maximum length, ...), with zeros on the left."""
+    """Stack pieces (B, length, ...) as rows (B * pieces, maximum length, ...), padded with zeros on the left."""
     if len(pieces) == 1:
         return pieces[0]
     longest = max(piece.shape[1] for piece in pieces)
@@ -394,13 +396,13 @@ def _batched(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _unbatched(rows: Tensor, batch: int, lengths: Sequence[int]) -> list[Tensor]:
-    """Undo `_batched`: return the last tokens (B, length, ...) of each piece's rows."""
+    """Undo `_batched` by returning the last tokens (B, length, ...) of each piece's rows."""
     sizes = [size for length in lengths for size in (rows.shape[1] - length, length)]
     return list(rows.unflatten(0, (batch, -1)).flatten(1, 2).split(sizes, 1)[1::2])
 
 
 def _joined(pieces: dict[int, Tensor], count: int) -> Tensor:
-    """Concatenate the pieces of `count` segments in order; empty if there are none."""
+    """Concatenate the pieces of `count` segments in order. The result is empty if there are no segments."""
     if count < 2:
         return pieces[0] if count else pieces[0][:, :0]
     return torch.cat([pieces[number] for number in range(count)], 1)

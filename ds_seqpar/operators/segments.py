@@ -1,4 +1,4 @@
-"""Runs of a sequence, cut at document starts, for layers with a recurrent state."""
+"""Runs of consecutive tokens, cut at document starts, for layers with a recurrent state."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..base.errors import ConfigError
 from ..core.compiler.sharding.layout import Run, Runs, owned
 from ..core.compiler.sharding.shards import Shards, runs_of_sp_rank
 
-COLUMNS = 2**16  # keys whose index scores are compared at a time; results of several blocks are merged
+COLUMNS = 2**16  # number of keys whose index scores are compared at a time; the results of several blocks are merged
 
 
 class Segment(NamedTuple):
     """Consecutive tokens of one document on one rank."""
 
     length: int
-    enters: int | None  # index of its run among all runs, if the document began in an earlier run
-    leaves: int | None  # index of its run, if this is the last segment of the run
+    enters: int | None  # index of the segment's run among all runs, if the document began in an earlier run
+    leaves: int | None  # index of the segment's run, if this is the last segment of the run
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segments:
-    """The runs of all ranks, numbered in order of position, and the segments of each rank's tokens in order."""
+    """All ranks' runs, numbered in order of position, and the segments of each rank's tokens in order."""
 
     runs: tuple[Run, ...]
     numbers: tuple[tuple[int, ...], ...]  # indices of each rank's runs
@@ -42,7 +42,7 @@ class Segments:
         """Return the maximum number of previous runs on which a run's tokens depend.
 
         Args:
-            tokens: Number of previous tokens of the same document on which a token depends; None for all.
+            tokens: Number of previous tokens of the same document on which a token depends, or None for all.
         """
         most = 0
         for number, run in enumerate(self.runs):
@@ -59,7 +59,7 @@ class Segments:
 
     @functools.cached_property
     def places(self) -> list[tuple[int, int]]:
-        """(rank, index among the rank's runs) of each run."""
+        """The (rank, index among the rank's runs) of each run."""
         place_of = {
             number: (rank, place) for rank, runs in enumerate(self.numbers) for place, number in enumerate(runs)
         }
@@ -68,7 +68,7 @@ class Segments:
 
 @functools.lru_cache(maxsize=256)
 def partners(segments: Segments, rank: int, reach: int) -> tuple[list[int], list[int]]:
-    """Return the ranks whose runs this rank's runs depend on, and the ranks whose runs depend on this rank's runs.
+    """Return the ranks on whose runs this rank's runs depend, and the ranks whose runs depend on this rank's runs.
 
     Args:
         segments: The runs of all ranks.
@@ -83,8 +83,8 @@ def partners(segments: Segments, rank: int, reach: int) -> tuple[list[int], list
     return [x for x, runs in others if depends(mine, runs)], [x for x, runs in others if depends(runs, mine)]
 
 
-RUNS = 2  # maximum runs per rank for passing states from run to run
-AT_ONCE = 2**21  # maximum bytes of states and maps for receiving all at once
+RUNS = 2  # maximum number of runs per rank for passing states from run to run
+AT_ONCE = 2**21  # maximum size in bytes of states and maps that are received all at once
 
 
 def go_in_order(reach: int, runs: int, run_bytes: float) -> bool:
@@ -93,7 +93,7 @@ def go_in_order(reach: int, runs: int, run_bytes: float) -> bool:
     Args:
         reach: Maximum number of previous runs on which a run depends.
         runs: Maximum number of runs per rank.
-        run_bytes: The bytes of a run's state and map.
+        run_bytes: The size in bytes of a run's state and map.
     """
     return runs <= RUNS and reach > 1 and reach * run_bytes > AT_ONCE
 
@@ -102,10 +102,10 @@ def received_bytes(reach: int, runs: int, state: float, transition: float) -> fl
     """Return the maximum number of bytes that any rank receives in one direction.
 
     Args:
-        reach: Same as in `go_in_order`.
-        runs: Same as in `go_in_order`.
-        state: The bytes of a run's state.
-        transition: The bytes of a run's map.
+        reach: See `go_in_order`.
+        runs: See `go_in_order`.
+        state: The size in bytes of a run's state.
+        transition: The size in bytes of a run's map.
     """
     return runs * state if go_in_order(reach, runs, state + transition) else reach * (state + transition)
 
@@ -117,7 +117,7 @@ def segments_of(shards: Shards, documents: tuple[int, ...], ulysses_size: int | 
     Args:
         shards: The tokens of each CP rank.
         documents: Start positions of documents; () for a single document.
-        ulysses_size: Number of SP ranks per CP rank, to cut the tokens of SP ranks; None cuts the tokens of CP ranks.
+        ulysses_size: Number of SP ranks per CP rank, to return segments per SP rank, or None for segments per CP rank.
 
     Raises:
         ConfigError: A rank's tokens are not consecutive.

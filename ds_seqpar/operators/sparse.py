@@ -1,11 +1,13 @@
-"""Sparse attention: queries attend to latents picked by an index. Latents are gathered; queries stay on their rank.
+"""Sparse attention, in which queries attend to latents that an index selects.
 
-The index score of a key is the sum over index heads of w relu(q k). The top scores are computed in blocks of rows and
-keys, so that scores of single heads are never stored. Attention reads the picked latents in blocks of rows, with
+Latents are gathered, and queries stay on their rank.
+
+The index score of a key is the sum of `w relu(q k)` over index heads. The top scores are computed in blocks of rows and
+keys, so that the scores of single heads are never stored. Attention reads the selected latents in blocks of rows, with
 queries projected into the latent space. Backward recomputes each block.
 
-In a decode step, every rank has the queries of the new token, and a part of the keys and latents. Each rank selects its
-own top keys, all ranks agree on the overall top keys, and each rank attends to its own keys among them.
+In a decode step, every rank has the queries of the new token and a part of the keys and latents. Each rank selects its
+own top keys, all ranks agree on the overall top keys, and each rank attends to its own keys among the overall top keys.
 """
 
 from __future__ import annotations
@@ -24,26 +26,26 @@ from .decode import STEP, merged_by_all
 from .gathered import Context, Piece
 from .segments import COLUMNS
 
-ELEMENTS = 2**24  # maximum elements of a tensor in a block
+ELEMENTS = 2**24  # maximum number of elements of a tensor in a block
 
 
 @torch.no_grad()
 def top_keys(
     q: Tensor, weights: Tensor, keys: Tensor, pieces: Sequence[Piece], count: int, scale: float = 1.0
 ) -> Tensor:
-    """Return the keys that an index picks for each query, between the start of its document and the query itself.
+    """Return the keys that an index selects for each query, from the start of the document to the query itself.
 
     Args:
-        q: Index queries of this rank (B, s, heads, D), in the dtype of scores.
+        q: Index queries of this rank (B, s, heads, D), in the dtype of the scores.
         weights: Weights of the heads (B, s, heads).
         keys: Index keys of all tokens (B, T, D).
         pieces: This rank's tokens.
-        count: Maximum number of picks per query.
+        count: Maximum number of keys to select per query.
         scale: Factor applied to a head's scores.
 
     Returns:
-        int64 (B, s, n) with n at most `count`: indices of keys, relative to the first token of the query's document. A
-        query that sees fewer than n keys also picks later keys, which must be ignored.
+        Indices of keys relative to the first token of the query's document, int64 (B, s, n), with n at most `count`.
+        For a query that sees fewer than n keys, later keys are included, which must be ignored.
     """
     width = min(count, max(piece.end - piece.document for piece in pieces))
     picks = torch.full((*q.shape[:2], width), keys.shape[1], device=q.device)
@@ -58,20 +60,22 @@ def top_keys(
 def top_kept(
     runtime: Runtime, q: Tensor, weights: Tensor, keys: Tensor, counts: Sequence[int], count: int, scale: float
 ) -> Tensor:
-    """Return this rank's keys that an index picks for the new token of each row, among the keys of all ranks.
-    Collective.
+    """Return this rank's keys among the keys that an index selects for each row's new token.
+
+    The keys are selected from all ranks' keys, and the call is collective.
 
     Args:
         runtime: The runtime of all ranks that share the sequence (`Runtime.one_ring`).
         q: Index queries (B, 1, heads, D), the same on all ranks.
         weights: Weights of the heads (B, 1, heads).
         keys: Index keys of this rank (B, n, D).
-        counts: Number of valid keys in each row; a single number applies to all rows.
-        count: Maximum number of picks per row, over all ranks.
+        counts: Number of valid keys in each row, or a single number for all rows.
+        count: Maximum number of keys to select per row, across all ranks.
         scale: Factor applied to a head's scores.
 
     Returns:
-        int64 (B, 1, count): indices into this rank's keys; n if another rank has the key.
+        Indices into this rank's keys, int64 (B, 1, count). If another rank has the key, the index is n, the number of
+        this rank's keys.
     """
     values, places = q.new_full((len(q), count), -torch.inf), q.new_zeros(len(q), count, dtype=torch.long)
     for row, own in enumerate(counts):
@@ -88,7 +92,7 @@ def top_kept(
 
 
 def _best(q: Tensor, weights: Tensor, keys: Tensor, count: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Return (scores, picks) of queries (B, r, heads, D), the last of which sees all keys (B, n, D)."""
+    """Return (scores, picks) for queries (B, r, heads, D), the last of which sees all keys (B, n, D)."""
     (batch, rows, heads, _), tokens = q.shape, keys.shape[1]
     positions = torch.arange(tokens - rows, tokens, device=q.device)[:, None]
     flat, step = q.flatten(1, 2), max(1, ELEMENTS // (batch * rows * heads))
@@ -118,7 +122,7 @@ def sparse_attention(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention from a rank's queries to picked latents.
+    """Compute attention from a rank's queries to selected latents.
 
     Args:
         q: Queries of this rank (B, s, H, D).
@@ -128,7 +132,7 @@ def sparse_attention(
             per query.
         pieces: This rank's tokens.
         scale: Factor applied to the scores.
-        sinks: Additional score per head (H,) without a value; None for no sinks.
+        sinks: Additional score per head (H,) without a value, or None for no sinks.
 
     Returns:
         The output (B, s, H, Dv), differentiable with respect to q, latent, matrix and sinks.
@@ -145,16 +149,16 @@ def attention_to_kept(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention from the new token of each row to the picked latents of all ranks. Collective.
+    """Compute attention from each row's new token to the selected latents of all ranks. The call is collective.
 
     Args:
-        runtime: Same as in `top_kept`.
+        runtime: See `top_kept`.
         q: Queries (B, 1, H, D), the same on all ranks.
         latent: Latents of this rank (B, n, R).
-        matrix: Same as in `sparse_attention`.
+        matrix: See `sparse_attention`.
         picks: The result of `top_kept` (B, 1, count).
         scale: Factor applied to the scores.
-        sinks: Same as in `sparse_attention`.
+        sinks: See `sparse_attention`.
 
     Returns:
         The output (B, 1, H, Dv), the same on all ranks.
@@ -169,7 +173,7 @@ def attention_to_kept(
         rows = latent.gather(1, at.expand(-1, -1, latent.shape[2]))[:, None]
         with torch.autocast(q.device.type, enabled=False):
             scores = _scores(hidden, scale, q, rows, of_keys)
-            weights = scores.softmax(3).nan_to_num().to(rows.dtype)  # NaN if other ranks have all picks
+            weights = scores.softmax(3).nan_to_num().to(rows.dtype)  # NaN if other ranks have all selected keys
             part[..., :-1], part[..., -1] = _values(weights, rows, of_values), scores.logsumexp(3)
     if sinks is not None and runtime.rank == 0:
         merge_sinks_(part[..., :-1], part[..., -1], sinks)
@@ -218,7 +222,7 @@ class _Sparse(torch.autograd.Function):
 def _blocks(
     q: Tensor, latent: Tensor, picks: Tensor, pieces: Sequence[Piece]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (rows of a block, flat indices of their picked latents, mask of hidden picks (B, r, n))."""
+    """Yield (a block's rows, flat indices of the selected latents, mask of hidden picks (B, r, n))."""
     (batch, tokens, width), heads, count = latent.shape, q.shape[2], picks.shape[2]
     rows = max(1, ELEMENTS // (batch * max(count * width, heads * width, heads * count)))
     begins = torch.arange(0, batch * tokens, tokens, device=picks.device)[:, None, None]
@@ -233,7 +237,7 @@ def _blocks(
 def _attention(
     hidden: Tensor, scale: float, q: Tensor, rows: Tensor, matrix: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
-    """Compute attention from queries (B, r, H, D) to latents (B, r, n, R), some of which are hidden."""
+    """Compute attention from queries (B, r, H, D) to latents (B, r, n, R), of which some are hidden."""
     of_keys, of_values = matrix.split([q.shape[3], matrix.shape[2] - q.shape[3]], dim=2)
     scores = _scores(hidden, scale, q, rows, of_keys)
     if sinks is not None:

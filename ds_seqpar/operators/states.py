@@ -1,9 +1,9 @@
-"""Recurrent states that layers pass between ranks: each rank receives the state before each of its runs of tokens.
+"""Pass recurrent states between ranks, so that each rank receives the state before each of its runs of tokens.
 
 A run of consecutive tokens maps the previous state S to the next state M S + S'. By default, a rank receives M and S'
-of all runs on which its own runs depend, and combines these maps. If their total size is large, ranks instead pass
-states along: each run's rank maps the state and sends the result to the rank of the next run. Backward works the same
-way, with the runs in reverse order and M transposed.
+for all runs on which its own runs depend, and combines these maps. If the total size of the maps is large, ranks
+instead pass states along. Each run's rank then maps the state, and sends the result to the rank of the next run.
+Backward works the same way, with the runs in reverse order and M transposed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .precision import all_digits
 from .segments import Segments, go_in_order, partners
 
 Context: TypeAlias = Any  # autograd's ctx
-KIND = "states"  # statistics count the elements under this name
+KIND = "states"  # the name under which statistics count exchanged elements
 
 
 class Entering(torch.autograd.Function):
-    """Compute the states before this rank's runs, from the states and maps of runs (B, runs, ...)."""
+    """Compute the states before this rank's runs from the states and maps of runs (B, runs, ...)."""
 
     @staticmethod
     def forward(
@@ -59,9 +59,7 @@ class Entering(torch.autograd.Function):
 
 
 class Tied(torch.autograd.Function):
-    """Return x unchanged, with a backward pass that also visits `others` on each rank, because their backward
-    communicates.
-    """
+    """Return x unchanged. The backward pass also visits `others` on each rank, because their backward communicates."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, *others: Tensor) -> Tensor:
@@ -76,14 +74,14 @@ class Tied(torch.autograd.Function):
 def entering_states(
     peers: Runtime, segments: Segments, reach: int, states: Tensor, maps: Tensor, reverse: bool
 ) -> Tensor:
-    """Return the state before each of this rank's runs. Collective over `peers`.
+    """Return the state before each of this rank's runs. The call is collective across `peers`.
 
     Args:
         peers: The runtime of the ranks that share the runs.
         segments: The runs of all ranks.
         reach: Maximum number of previous runs on which a run depends.
-        states: S' of each of this rank's runs (B, runs, ..., K, V).
-        maps: M of each run (B, runs, ..., K, K), or (B, runs, ..., 1, 1) for scalars.
+        states: S' for each of this rank's runs (B, runs, ..., K, V).
+        maps: M for each of this rank's runs (B, runs, ..., K, K), or (B, runs, ..., 1, 1) for scalars.
         reverse: Whether states are passed from the last run to the first.
 
     Returns:
@@ -99,13 +97,13 @@ def entering_states(
 
 
 def _at_once(messages: _Messages, segments: Segments, reach: int, states: Tensor, maps: Tensor, step: int) -> Tensor:
-    """Fold the maps of all runs on which this rank's runs depend. `step` is 1, or -1 for reverse order."""
+    """Combine the maps of all runs on which this rank's runs depend. `step` is 1, or -1 for reverse order."""
     mine = messages.peers.rank
     sources, targets = partners(segments, mine, reach)[::step]
     local = torch.cat([states.flatten(2), maps.flatten(2)], 2)
     arrived = {rank: local.new_empty(len(local), len(segments.numbers[rank]), local.shape[2]) for rank in sources}
     messages.exchange([(rank, local) for rank in targets], [*arrived.items()])
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # run number -> (state, map)
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # (state, map) by run number
     for rank, x in (arrived | {mine: local}).items():
         flat = x.split([states.shape[2:].numel(), maps.shape[2:].numel()], 2)
         of_runs = (y.unflatten(2, like.shape[2:]).unbind(1) for y, like in zip(flat, (states, maps), strict=True))
@@ -140,11 +138,11 @@ def _mapped(state: Tensor, transition: Tensor, before: Tensor) -> Tensor:
 
 
 class _Messages:
-    """The messages of one call. Each message is awaited immediately.
+    """The messages in one call. Each message is awaited immediately.
 
     Attributes:
-        code: The work queued on a device, for the watchdog; empty if hosts wait.
-        batches: The communication handles of each wait in `code`.
+        code: The work queued on a device, for the watchdog. Empty if hosts wait.
+        batches: The communication handles for each wait in `code`.
     """
 
     def __init__(self, peers: Runtime, direction: str, device: torch.device) -> None:

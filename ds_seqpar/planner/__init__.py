@@ -1,1 +1,1 @@
-"""Choice of "auto" settings and cost estimates, imported only for "auto" settings or by a command."""
+"""Choice of "auto" settings, and cost estimates. The package is imported only for "auto" settings or by a command."""

@@ -1,6 +1,6 @@
-"""Memory of one layer's attention on a rank, with all heads at once or in head chunks.
+"""Memory that one layer's attention needs on a rank, with all heads at once or in head chunks.
 
-Head chunks include their projections. This module does not import torch.
+The memory of head chunks includes their projections. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..core.settings import SequenceParallelConfig
 from ..operators.segments import COLUMNS
 from .request import Index, TrainingStep
 
-# cached, since memory settings, including head chunks, do not change the programs of CP ranks
+# cached, since memory settings (including head chunks) do not change the CP ranks' programs
 compiler_of = functools.lru_cache(maxsize=256)(Compiler)
-TURNS = 16  # ring length above which two more ranks never change the memory of attention per rank
+TURNS = 16  # ring length above which two more ranks do not change attention's memory per rank
 
 
 def projecting_head_chunks(step: TrainingStep) -> int:
-    """Return the number of head chunks that run their own projections, or 1 if all heads run at once."""
+    """Return the number of head chunks that run their own projections, or 1 if all heads are computed at once."""
     config, m = step.config, step.model
     if config.overlap or m.norms_heads:
         return 1
@@ -54,14 +54,14 @@ def tokens_on_rank(step: TrainingStep) -> int:
 
 
 def is_offloaded(step: TrainingStep) -> bool:
-    """Return whether checkpoints, including kept attention results, stay in host memory until backward."""
+    """Return whether checkpoints, including kept attention results, stay in host memory until the backward pass."""
     return step.config.offload_checkpoints and step.checkpointing
 
 
 def attention_figures(step: TrainingStep) -> Figures:
-    """Return the memory of attention on the rank that needs the most memory.
+    """Return attention's memory on the rank that needs the most memory.
 
-    With head chunks, the figures include q, k, v and the gradient of out for one head chunk, so no other item of the
+    With head chunks, the figures include q, k, v and the gradient of out for one head chunk. No other item for the
     layer includes these tensors.
     """
     if step.model.index is not None:
@@ -80,11 +80,11 @@ def attention_figures(step: TrainingStep) -> Figures:
     chunk_figures = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True, workspace)
     width = tokens * step.batch * m.head_dim * ITEMSIZE[step.dtype]
     q, local = heads[0] * width, (heads[0] + 2 * kv_heads) * width
-    # offloaded: prefetched results of one head chunk; otherwise: results of all other head chunks
+    # offloaded: prefetched results for one head chunk; otherwise: results for all other head chunks
     other_head_chunks = chunk_figures.saved if is_offloaded(step) else (head_chunks - 1) * chunk_figures.saved
     in_backward = other_head_chunks
     if step.checkpointing and not is_offloaded(step) and not kept.qkv:
-        # the input has no gradient until the first head chunk is done; afterwards, delta and lse replace out
+        # the input has no gradient until the first head chunk is done; from then on, delta and lse replace out
         delta_and_lse = 8 * heads[0] * tokens * step.batch
         in_backward = max(
             (head_chunks - 1) * delta_and_lse, other_head_chunks - tokens * step.batch * m.hidden * ITEMSIZE[step.dtype]
@@ -98,9 +98,9 @@ def attention_figures(step: TrainingStep) -> Figures:
 
 
 def _index_figures(step: TrainingStep, index: Index) -> Figures:
-    """Return the memory of a layer with an index: gathered tensors, scores of a rank's rows, and picked tokens.
+    """Return the memory for a layer with an index: gathered tensors, scores for the rank's rows, and picked tokens.
 
-    A checkpoint keeps no tensors of the index.
+    A checkpoint keeps none of the index's tensors.
     """
     rows, size = tokens_on_rank(step) * step.batch, ITEMSIZE[step.dtype]
     gathered = step.seq * step.batch * (index.latent + index.keys) * size
@@ -110,11 +110,11 @@ def _index_figures(step: TrainingStep, index: Index) -> Figures:
 
 
 def on_fewer_ranks(config: SequenceParallelConfig) -> SequenceParallelConfig:
-    """Return a configuration with fewer ranks whose attention takes the same memory per rank, if there is one.
+    """Return a configuration with fewer ranks for which attention takes the same memory per rank, if there is one.
 
-    The number of tokens per rank stays the same. The longest ring is shortened, because a rank on a longer ring holds
-    no more tensors at once. Gathered axes and the parity of the ring length do not change. If no smaller configuration
-    exists, `config` itself is returned.
+    The number of tokens per rank stays the same. The longest ring is shortened, because ranks on a longer ring hold no
+    more tensors at once. Gathered axes and the parity of the ring length do not change. If there is no smaller
+    configuration, `config` itself is returned.
     """
     inner_schedule, cp_size = schedule(config.schedule), config.size // config.ulysses
     axes = dict(config.cp_axes)
@@ -138,7 +138,7 @@ def _attention(
     config: SequenceParallelConfig, tokens: int, mask: Mask, dtype: str, heads: tuple[int, int, int], batch: int,
     checkpointing: bool, workspace: str,
 ) -> Figures:  # fmt: skip
-    """Return the memory of attention on the first, middle or last CP rank, whichever needs the most memory.
+    """Return attention's memory on the first, middle or last CP rank, whichever needs the most.
 
     Results are cached, because candidates that differ only in their links or rank order need the same memory.
     """
@@ -168,22 +168,22 @@ def call_figures(
     early: int = 0,
     kept: bool | None = None,
 ) -> Figures:
-    """Return the memory of a layer's attention on one rank.
+    """Return the memory that a layer's attention needs on one rank.
 
     Args:
         config: Configuration without "auto" values.
         tokens: Number of tokens per rank.
         mask: Mask of the whole sequence.
-        heads: Number of query heads, number of key/value heads, and head_dim of the model.
+        heads: Tuple (number of query heads, number of key/value heads, head_dim) of the model.
         dtype: dtype of q, k and v.
-        batch: Number of sequences that a group of ranks trains at once.
+        batch: Number of sequences that a group of ranks processes at once.
         rank: CP rank.
-        ulysses_rank: Ulysses rank; None for a rank with the most heads.
+        ulysses_rank: Ulysses rank. None means a rank with the largest number of heads.
         support: Features that the kernel supports.
-        early: Value of `Comm.early`, which is 0 except over gloo.
-        kept: Whether the checkpoint around attention keeps the results of attention; None without a checkpoint.
+        early: Value of `Comm.early`, which is 0 except with gloo.
+        kept: Whether the checkpoint around attention keeps attention's results; None without a checkpoint.
     """
-    recipe = config.recipe(Topology(axes=config.cp_axes))  # rank placement does not change programs
+    recipe = config.recipe(Topology(axes=config.cp_axes))  # rank placement does not affect programs
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
     q_heads, kv_heads, _ = heads
     local = shape_of(config.comm_dtype, dtype, batch, heads)

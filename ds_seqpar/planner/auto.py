@@ -1,4 +1,4 @@
-"""Replace "auto" settings with the planner's choice, and describe the choice to the user.
+"""Replace "auto" settings with the planner's choices, and describe the choices to the user.
 
 This module does not import torch.
 """
@@ -17,25 +17,25 @@ from .machine import Machine
 from .plan import GIB, PlanResult, find_plan, memory_options, name_of, nearest_fits, plan, settings_in_words
 from .request import Job, Request
 
-SAVES = 0.95  # settings that leave more than this fraction of the memory are not worth naming
+SAVES = 0.95  # settings after which more than this fraction of the memory is still needed are not worth suggesting
 
 
 def resolve_with_plan(
     config: SequenceParallelConfig, job: Job | None, world: int, detect_machine: Callable[[], Machine]
 ) -> tuple[SequenceParallelConfig, PlanResult]:
-    """Replace every "auto" value of a configuration with the planner's choice.
+    """Replace every "auto" value in a configuration with the planner's choice.
 
     Args:
         config: Configuration for which `asks_for_plan` is true.
         job: Job to plan for, if known.
         world: Number of ranks in the job.
-        detect_machine: Function that returns the machine on which the ranks run.
+        detect_machine: Function that returns a description of the machine on which the ranks run.
 
     Returns:
-        The configuration without "auto" values, and the plan that chose the settings.
+        The configuration without "auto" values, and the planner's result.
 
     Raises:
-        ConfigError: If the planner refuses the configuration, or the model or the length is unknown.
+        ConfigError: The planner rejects the configuration, or the model or the length is unknown.
     """
     asking = next((name for name in PLANNED_FOR if getattr(config, name) != "auto"), "memory")
     if job is None or job.model is None:
@@ -58,7 +58,7 @@ def resolve_with_plan(
 def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, machine: Machine) -> Request:
     """Return the planner's input for a job.
 
-    A length that the zigzag layout cannot share equally is rounded up, as padding would do.
+    If the zigzag layout cannot divide the length equally, the length is rounded up, as it would be by padding.
     """
     few = len(job.documents) <= limits.MAX_DOCUMENTS and seq <= limits.MAX_PACKED_TOKENS
     documents = job.documents if few and sum(job.documents) == seq else ()
@@ -73,8 +73,8 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, m
 def plan_even_if_too_large(request: Request) -> PlanResult:
     """Return the plan for a request, even if no configuration is predicted to fit.
 
-    If nothing fits, the result is the fastest configuration with every memory-saving setting. The machine's memory may
-    be only a guess, and `line_of` reports the shortage to the user.
+    If no configuration fits, the result is the fastest configuration with every memory-saving setting. The machine's
+    memory may be only a guess. `line_of` reports the shortage to the user.
     """
     result = find_plan(request)
     if result.ranked:
@@ -83,14 +83,16 @@ def plan_even_if_too_large(request: Request) -> PlanResult:
     unlimited = dataclasses.replace(request, machine=machine, memory=2**62)
     saving = {name: value for name, value in memory_options(request, 1)[-1].items() if name != "head_chunks"}
     best = plan(dataclasses.replace(unlimited, given={**request.given, **saving})).best.config
-    saving = memory_options(request, best.ulysses)[-1]  # includes head chunks
+    saving = memory_options(request, best.ulysses)[-1]  # this combination includes head chunks
     shape = {name: getattr(best, name) for name in ("size", "ulysses", "schedule")}
     result = plan(dataclasses.replace(unlimited, given={**request.given, **shape, **saving}))
     return dataclasses.replace(result, request=request)
 
 
 def line_of(result: PlanResult) -> str:
-    """Return one line for the user with the choice, its estimated time and memory, and the second-best choice."""
+    """Return a line for the user with the chosen configuration, its estimated time and memory, and the second-best
+    configuration.
+    """
     request, best = result.request, result.best
     machine, needed = request.machine, rank_bytes(best.memory, request.budget)
     documents = f" in {len(request.job.documents)} documents" if request.job.documents else ""
@@ -108,12 +110,14 @@ def line_of(result: PlanResult) -> str:
         line += f", {needed / GIB:.3g} of {machine.usable / GIB:.3g} GiB a rank"
     for other in result.ranked[1:2]:
         line += f"; next is {name_of(other.config)}, {other.seconds / best.seconds:.2f} times as long"
-    no_pictures = ["pictures are not counted"] if request.model.tower and request.job.pictures is None else []
-    return "; ".join([line, *no_pictures, *request.model.not_counted])
+    no_images = ["images are not counted"] if request.model.tower and request.job.images is None else []
+    return "; ".join([line, *no_images, *request.model.not_counted])
 
 
 def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
-    """Return the memory settings that the planner changed from their defaults, or None if the user fixed them all."""
+    """Return the memory settings that the planner changed from their defaults, or None if the user fixed all of
+    them.
+    """
     planned = [name for name in MEMORY_SETTINGS if name not in result.request.given]
     defaults, best = SequenceParallelConfig(), result.best.config
     changed = {name: getattr(best, name) for name in planned if getattr(best, name) != getattr(defaults, name)}
@@ -134,7 +138,7 @@ def most_sparing(config: SequenceParallelConfig, request: Request) -> tuple[list
 
 
 def what_would_fit(config: SequenceParallelConfig, request: Request) -> str:
-    """Return an instruction for a user whose step does not fit in memory."""
+    """Return advice for a user whose step does not fit in memory."""
     words, sparing = most_sparing(config, request)
     if words and fits(sparing, request.budget):
         return f"it fits with {', '.join(words)}: turn them on (--set memory=auto chooses the settings)"
@@ -144,7 +148,7 @@ def what_would_fit(config: SequenceParallelConfig, request: Request) -> str:
 
 
 def memory_in_words(config: SequenceParallelConfig, job: Job, seq: int, world: int, machine: Machine) -> str:
-    """Return a clause with the predicted memory of a step, and with the settings that would reduce the memory."""
+    """Return a clause that states a step's predicted memory and the settings that would reduce it."""
     if job.model is None:
         return ""
     request = request_of(config, job, seq, world, machine)
@@ -153,7 +157,7 @@ def memory_in_words(config: SequenceParallelConfig, job: Job, seq: int, world: i
     words, sparing = most_sparing(config, request)
     least = sparing.peak.total
     predicted = f"`python -m ds_seqpar memory` predicts {now / GIB:.3g} GiB a rank for {seq:,} tokens"
-    predicted += " without pictures" * (job.model.tower is not None)
+    predicted += " without images" * (job.model.tower is not None)
     if not words or least > SAVES * now:
         return f"{predicted}, and little less with other settings: take a larger size, a higher ZeRO stage or less data"
     return f"{predicted}, and {least / GIB:.3g} GiB with {', '.join(words)}: turn them on, or take a larger size"

@@ -1,8 +1,8 @@
-"""Roughly estimate the time of a training step, to rank the configurations that fit in memory.
+"""Roughly estimate the time of a training step. The estimates rank the configurations that fit in memory.
 
-The attention program of one rank is simulated in isolation. The time of a product depends on its flops, and the time of
-a message on its bytes. Between waits, the longer of computation and communication counts. docs/choosing_settings.md
-lists the effects that are left out. This module does not import torch.
+One rank's attention program is simulated in isolation. A product's time depends on its flops, and a message's time on
+its bytes. Between two waits, the estimate counts the longer of computation and communication. docs/choosing_settings.md
+lists the effects that are ignored. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .request import Index, TrainingStep, visible_pairs
 from .state_memory import state_bytes
 
 DIRECTIONS = ("forward", "backward")
-PICKED_BACKWARD = 12  # flops per picked key and element in backward, where a block computes its forward again
+PICKED_BACKWARD = 12  # flops per picked key and element in the backward pass, which recomputes a block's forward pass
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # flops per visible pair and element of head_dim: 2 and 5 matmuls
 
 
 class Attention(NamedTuple):
-    """Cost of one layer's attention in one direction, with each figure as the maximum over several ranks."""
+    """Cost of one layer's attention in one direction. Each figure is the maximum over several ranks."""
 
     seconds: float
-    inside: int  # bytes received from ranks of the same node
-    between: int  # bytes received from ranks of other nodes
+    inside: int  # bytes received from ranks on the same node
+    between: int  # bytes received from ranks on other nodes
     messages: int  # number of received messages
 
     @property
@@ -56,7 +56,9 @@ class Estimate(NamedTuple):
 
 
 def estimate(step: TrainingStep, machine: Machine) -> Estimate:
-    """Estimate the time of a step: attention in all layers, matrix products, pictures, and exchange of states."""
+    """Estimate the time of a step, including attention in all layers, matrix products, image features, and state
+    exchanges.
+    """
     m, config = step.model, step.config
     seconds, found = 0.0, list[Attention]()
     if m.index is not None:
@@ -76,30 +78,31 @@ def estimate(step: TrainingStep, machine: Machine) -> Estimate:
 
 
 def tower_seconds(step: TrainingStep, machine: Machine) -> float:
-    """Return the time that a rank needs to compute the features of its pictures and to exchange features."""
-    tower, pictures, config = step.model.tower, step.pictures, step.config
-    if tower is None or pictures is None:
+    """Return the time that a rank needs to compute the features of its images and to exchange features."""
+    tower, images, config = step.model.tower, step.images, step.config
+    if tower is None or images is None:
         return 0.0
     again = dataclasses.replace(config, recompute_attention=True)  # checkpoints keep no results of a tower's attention
     pair, token = work(dataclasses.replace(step, model=tower.layers, config=again), machine)
-    number = pictures.of_rank(config, step.batch)
-    received = step.batch * pictures.number * pictures.tokens * step.model.hidden * ITEMSIZE[step.dtype]
+    number = images.of_rank(config, step.batch)
+    received = step.batch * images.number * images.tokens * step.model.hidden * ITEMSIZE[step.dtype]
     received = 0 if config.divide_media is False else received * (config.size - 1) // config.size
-    seconds = number * pictures.patches * (pair * tower.pairs(pictures.patches) + token)
+    seconds = number * images.patches * (pair * tower.pairs(images.patches) + token)
     return seconds + 2 * received / _wire(machine, config.size > machine.per_node).rate
 
 
 class Work(NamedTuple):
-    """Seconds of computation on a rank, without communication."""
+    """Seconds that a rank spends on computation, without communication."""
 
-    pair: float  # seconds per visible pair of query and key, in all attending layers
-    token: float  # seconds per token, including attention by an index, as if the maximum number of keys were picked
+    pair: float  # seconds per visible (query, key) pair, in all layers with attention
+    # seconds per token, including attention over keys picked by an index, as if the maximum number of keys were picked
+    token: float
 
 
 def work(step: TrainingStep, machine: Machine) -> Work:
-    """Return the computation time of a step's model, which determines how samples are distributed.
+    """Return the computation times for a step's model, which determine how samples are distributed.
 
-    The lengths in the step are ignored.
+    The step's sequence lengths are ignored.
     """
     m, (attention_rate, matrix_rate) = step.model, machine.rates(step.dtype)
     flops = FLOPS_PER_PAIR["forward"] * _forwards(step) + FLOPS_PER_PAIR["backward"]
@@ -112,25 +115,26 @@ def work(step: TrainingStep, machine: Machine) -> Work:
 
 
 def _scores(step: TrainingStep, machine: Machine) -> float:
-    """Return the time to score one pair of query and key, summed over all layers with an index."""
+    """Return the time needed to score one (query, key) pair, summed over all layers with an index."""
     if (index := step.model.index) is None:
         return 0.0
     return 2 * (1 + step.checkpointing) * index.own * index.heads * index.keys / machine.rates(step.dtype)[0]
 
 
 def _forwards(step: TrainingStep) -> int:
-    """Return how many times the forward of attention is computed."""
+    """Return how many times attention's forward pass is computed."""
     return 1 + (step.checkpointing and step.config.recompute_attention)
 
 
 def attention(step: TrainingStep, machine: Machine, direction: str) -> Attention:
-    """Return the cost of one layer's attention, from the programs of a few ranks.
+    """Return the cost of one layer's attention, estimated from the programs of a few ranks.
 
-    The simulated ranks are the first, the middle and the last rank of a sequence, and a rank with the most heads.
+    The simulated ranks are the first, middle and last ranks that share a sequence, and a rank with the largest number
+    of heads.
     """
     config = step.config
     topology = config.topology(step.world)
-    ranks = topology.group(0, "ulysses", *topology.cp_axes)  # ranks of the first sequence
+    ranks = topology.group(0, "ulysses", *topology.cp_axes)  # ranks that share the first sequence
     last, busiest = len(ranks) - 1, busiest_ulysses_rank(step.model.heads, step.model.kv_heads, config.ulysses)
     followed = sorted({0, (last + 1) // 2, last, busiest})
     found = [_followed(step, machine, direction, topology, ranks[number]) for number in followed]
@@ -138,7 +142,9 @@ def attention(step: TrainingStep, machine: Machine, direction: str) -> Attention
 
 
 def received(step: TrainingStep, machine: Machine, rank: int) -> int:
-    """Return the bytes that a rank of the first sequence receives in attention of all layers, in both directions."""
+    """Return the number of bytes that one of the first sequence's ranks receives for attention in all layers, in both
+    directions.
+    """
     topology = step.config.topology(step.world)
     ranks = topology.group(0, "ulysses", *topology.cp_axes)
     forward, backward = (_followed(step, machine, direction, topology, ranks[rank]) for direction in DIRECTIONS)
@@ -150,19 +156,19 @@ def received(step: TrainingStep, machine: Machine, rank: int) -> int:
 
 
 def _followed(step: TrainingStep, machine: Machine, direction: str, topology: Topology, rank: int) -> Attention:
-    """Simulate one rank, assuming that all other ranks do the same at the same time.
+    """Simulate one rank, assuming that all other ranks do the same things at the same time.
 
-    A link carries one transfer after another. The latency of the link is added once per transfer.
+    A link carries one transfer after another. The link's latency is added once per transfer.
     """
     bound = _bound(step, direction, topology, rank)
     peers = topology.group(rank, "ulysses"), topology.group(rank, *topology.cp_axes)
     flops, (rate, _) = FLOPS_PER_PAIR[direction] * step.batch, machine.rates(step.dtype)
     now, messages, shape = 0.0, 0, bound.shape
-    due: dict[int, float] = {}  # arrival time by ticket
+    due: dict[int, float] = {}  # arrival time, by ticket
     free, received = (
         [0.0, 0.0],
         [0, 0],
-    )  # indexed by whether the sender is on another node: time when the link is free, received bytes
+    )  # indexed by whether the sender is on another node: time at which the link is free, received bytes
     for instruction in bound.program.code:
         match instruction:
             case op.Enter():
@@ -188,7 +194,7 @@ def _followed(step: TrainingStep, machine: Machine, direction: str, topology: To
 
 
 def _gathered(step: TrainingStep, index: Index, machine: Machine) -> list[Attention]:
-    """Return the mean cost of messages in a layer with an index, for forward and backward."""
+    """Return the mean cost of messages in a layer with an index, for the forward and backward passes."""
     size, own, found = step.config.size, math.ceil(step.seq / step.config.size), list[Attention]()
     others, near = size - 1, min(size, machine.per_node) - 1
     for elements in index.received(step.seq, own, size):
@@ -209,9 +215,9 @@ def _wire(machine: Machine, outside: bool) -> Wire:
 
 
 def _bound(step: TrainingStep, direction: str, topology: Topology, rank: int) -> BoundProgram:
-    """Return the program of a rank as compiled by the runtime."""
+    """Return a rank's program, compiled as in the runtime."""
     config, m = step.config, step.model
-    recipe = config.recipe(Topology(axes=config.cp_axes))  # rank placement does not change programs
+    recipe = config.recipe(Topology(axes=config.cp_axes))  # rank placement does not affect programs
     ulysses = UlyssesGroup(config.ulysses, topology.index(rank, "ulysses"))
     compiler = compiler_of(recipe, topology.index(rank, *topology.cp_axes), 0)
     local = shape_of(config.comm_dtype, step.dtype, step.batch, (m.heads, m.kv_heads, m.head_dim))
@@ -229,9 +235,9 @@ def _shards(step: TrainingStep, cp_size: int) -> Shards:
 def _arriving(
     bound: BoundProgram, shape: Shape, start: op.Started, ulysses_ranks: tuple[int, ...], cp_ranks: tuple[int, ...]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the sender and the bytes of each message that a rank receives in a head chunk.
+    """Yield the sender and the size in bytes of each message that a rank receives in a head chunk.
 
-    `shape` is the shape of the head chunk's tensors inside attention.
+    `shape` is the shape of the head chunk's inner tensors.
     """
     per_token = shape.bytes_per_token(bound.program.direction)
 

@@ -1,10 +1,10 @@
-"""Predict the memory of a rank, item by item, for a training step of a LLaMA-like model.
+"""Predict a rank's memory, item by item, in a training step of a LLaMA-like model.
 
 A step has a few moments at which memory can peak. The memory at each moment is a sum of items, and the largest sum is
 the peak. Layers are modeled operation by operation, as implemented in transformers (norms in fp32, RoPE, gate, up,
-down). Attention is modeled from its programs, and states and buffers are modeled as DeepSpeed allocates them. Only the
-bytes of tensors are counted, without memory that an allocator or a kernel uses itself. docs/memory.md contains the
-formulas.
+down). Attention is modeled on the basis of its programs, and states and buffers are modeled as DeepSpeed allocates
+them. Only the bytes of tensors are counted, not the memory that an allocator or a kernel uses internally.
+docs/memory.md contains the formulas.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ FOOTPRINT_ITEMS = {
     "attention": "buffers of its attention and its messages",
     "state": "what a layer with a state projects, and states that arrive",
     "mlp": "its MLP",
-    "tower": "what makes features of pictures: its layers, and embeddings of all tokens with the features",
+    "tower": "what makes features of images: its layers, and embeddings of all tokens with the features",
     "loss": "logits, their softmax and gradient",
     "cache": "keys and values of the rows that the rank generates",
 }
-ACTIVATIONS = ("checkpoints", "kept attention", "layer", "attention", "mlp")  # items of a tower's layers
-ENDS = 6  # memory of pixels, positions, norm and projector, in units of a layer's input
-TILE = (4096, 32768)  # tokens and vocabulary entries in a tile of trl's fused head
+ACTIVATIONS = ("checkpoints", "kept attention", "layer", "attention", "mlp")  # items that a tower's layers contribute
+ENDS = 6  # memory of pixels, positions, norm and projector, as a multiple of a layer's input
+TILE = (4096, 32768)  # number of tokens and of vocabulary entries in a tile of trl's fused head
 HOST_ITEMS = {
     "parameters": "fp32 copies, or shares of parameters",
     "reference": "shares of the reference model's parameters",
@@ -60,7 +60,7 @@ HOST_ITEMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """Memory at one moment of a step."""
+    """Memory at one moment during a step."""
 
     name: str
     bytes_by_item: Mapping[str, int]  # keyed by `FOOTPRINT_ITEMS`, or by `HOST_ITEMS` for host memory
@@ -72,11 +72,11 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Memory of a rank."""
+    """A rank's memory."""
 
     resting: Moment  # memory between steps
-    moments: tuple[Moment, ...]  # moments of a step
-    host: Moment  # additional host memory
+    moments: tuple[Moment, ...]  # moments during a step
+    host: Moment  # host memory used in addition
     drives: int = 0  # bytes on drives
 
     @property
@@ -85,9 +85,9 @@ class Footprint:
 
 
 def footprint(step: TrainingStep, attention: Figures | None = None) -> Footprint:
-    """Return the memory of a step on the rank that needs the most memory.
+    """Return a step's memory on the rank that needs the most memory.
 
-    `attention` is the memory of one layer's attention; the default is `attention_figures(step)`.
+    `attention` is the memory of one layer's attention. The default is `attention_figures(step)`.
     """
     memory = _StepMemory(step)
     if attention is not None:
@@ -102,7 +102,7 @@ def rank_bytes(memory: Footprint, budget: MemoryBudget) -> int:
 
 
 def fits_host(memory: Footprint, budget: MemoryBudget) -> bool:
-    """Return whether a node's host has enough memory for the ranks of the node."""
+    """Return whether a node's host has enough memory for the node's ranks."""
     return not budget.apart or memory.host.total * budget.ranks_per_node <= budget.host
 
 
@@ -114,11 +114,11 @@ class Longest(NamedTuple):
     """Longest sequence that fits in memory."""
 
     tokens: int  # 0 if no length fits
-    full: str  # memory that a longer sequence exceeds, "rank" or "host"; "": longer sequences are not allowed
+    full: str  # memory that a longer sequence would exceed, "rank" or "host"; "": longer sequences are not allowed
 
 
 def longest(step: TrainingStep, budget: MemoryBudget) -> Longest:
-    """Find the longest sequence that fits in memory, to 0.1 %, by bisection."""
+    """Find the longest sequence that fits in memory, by bisection to within 0.1 %."""
     unit = multiple(step.config.layout, step.config.size, step.config.ulysses)
 
     def memory_of(units: int) -> Footprint:
@@ -139,15 +139,19 @@ def longest(step: TrainingStep, budget: MemoryBudget) -> Longest:
 
 
 def bytes_a_token(step: TrainingStep) -> float:
-    """Return the mean bytes that one more token per rank adds to the peak, up to twice the current length."""
+    """Return the number of bytes by which one more token per rank raises the peak, averaged up to twice the current
+    length.
+    """
     short = _StepMemory(step)
-    padded = short.tokens * step.config.size  # ranks share this length equally
+    padded = short.tokens * step.config.size  # ranks can share this length equally
     long = _StepMemory(dataclasses.replace(step, seq=2 * padded))
     return (long.footprint().peak.total - short.footprint().peak.total) / (long.rows - short.rows)
 
 
 def cache_bytes(step: TrainingStep, tokens: int) -> int:
-    """Return the bytes of keys and values that the busiest rank keeps for a prompt with this number of tokens."""
+    """Return the size in bytes of the keys and values that the busiest rank keeps for a prompt with this number of
+    tokens.
+    """
     m, config = step.model, step.config
     if m.states is not None:
         raise ConfigError(
@@ -157,7 +161,7 @@ def cache_bytes(step: TrainingStep, tokens: int) -> int:
     unit = multiple(config.layout, config.size, config.ulysses)  # prompts are padded to a length that ranks can share
     kept = -(-tokens // unit) * unit // config.size
     if step.mask.window is not None:
-        kept = min(kept, step.mask.window)  # one rank may hold all tokens of a window
+        kept = min(kept, step.mask.window)  # one rank may hold all tokens in a window
     picked = m.index.layers * m.index.latent + m.index.own * m.index.keys if m.index else 0
     return (picked + m.dense * 2 * m.kv_heads * m.head_dim) * ITEMSIZE[step.dtype] * kept
 
@@ -167,23 +171,24 @@ def _named_moment(name: str, bytes_by_item: Mapping[str, int], items: Mapping[st
 
 
 class _StepMemory:
-    """Memory of a step, by moments."""
+    """A step's memory at each moment."""
 
     def __init__(self, step: TrainingStep) -> None:
         self.step, self.model, self.zero, self.config = step, step.model, step.zero, step.config
-        m, self.size = step.model, ITEMSIZE[step.dtype]  # size: bytes per element
+        m, self.size = step.model, ITEMSIZE[step.dtype]  # size: number of bytes per element
         self.tokens, self.head_chunks = tokens_on_rank(step), projecting_head_chunks(step)
         self.rows = self.tokens * step.batch
-        # bytes of a rank's tensors with these widths
+        # size in bytes of a rank's tensors with these widths
         self.hidden = self.rows * m.hidden * self.size
         self.q = self.rows * m.heads * m.head_dim * self.size
         self.kv = self.rows * (m.index.latent if m.index else 2 * m.kv_heads * m.head_dim) * self.size
         self.mlp = self.rows * m.intermediate * self.size
-        # bytes of an fp32 copy of the hidden states, since norms compute in fp32; 0 if hidden states are fp32
+        # size in bytes of an fp32 copy of the hidden states, since norms compute in fp32; 0 if hidden states are fp32
         self.fp32_copy = self.rows * m.hidden * 4 if self.size < 4 else 0
-        tiled = self.mlp_tiles() > 1  # a tiled MLP has tiled norms too
-        self.norm = self.hidden if tiled else self.fp32_copy + 2 * self.hidden  # saved by a norm besides its input
-        # input of a norm; 0 if the norm saves an fp32 copy
+        tiled = self.mlp_tiles() > 1  # if the MLP is tiled, norms are also tiled
+        # saved by a norm in addition to its input
+        self.norm = self.hidden if tiled else self.fp32_copy + 2 * self.hidden
+        # a norm's input; 0 if the norm saves an fp32 copy
         self.residual = 0 if self.fp32_copy and not tiled else self.hidden
         self.rope = 2 * self.rows * m.head_dim * self.size
         self.keeps = step.checkpointing and not step.config.recompute_attention
@@ -197,12 +202,12 @@ class _StepMemory:
 
     @functools.cached_property
     def tower(self) -> _StepMemory | None:
-        """Memory of a tower's layers, modeled as a separate model that computes the rank's own pictures."""
-        step, tower, pictures = self.step, self.model.tower, self.step.pictures
-        if tower is None or pictures is None:
+        """Memory of a tower's layers, modeled as a separate model that processes the rank's own images."""
+        step, tower, images = self.step, self.model.tower, self.step.images
+        if tower is None or images is None:
             return None
         alone = SequenceParallelConfig(recompute_attention=True, size=1).resolve(step.world)
-        seq = pictures.of_rank(self.config, step.batch) * pictures.patches
+        seq = images.of_rank(self.config, step.batch) * images.patches
         return _StepMemory(TrainingStep(
             model=tower.layers, config=alone, world=step.world, seq=seq, dtype=step.dtype, zero=step.zero,
             checkpointing=step.checkpointing, on_gpu=step.on_gpu,
@@ -210,16 +215,18 @@ class _StepMemory:
 
     @functools.cached_property
     def of_tower(self) -> int:
-        """Bytes kept for the backward of the tower: its layers, the part before the layers, and the projector."""
+        """Bytes kept for the tower's backward pass: its layers, the part before the layers, and the projector."""
         return sum(self.tower.layers(self.tower.model.layers).values()) + ENDS * self.tower.hidden if self.tower else 0
 
     @property
     def whole(self) -> int:
-        """Bytes of all token embeddings, with picture features inserted, as held by every rank."""
+        """Size in bytes of all token embeddings, with image features inserted, which every rank holds."""
         return self.hidden * self.config.size if self.tower else 0
 
     def tower_moments(self, backward: bool) -> list[Moment]:
-        """Return the moments of the tower: its last layer in forward, or its last and first layer in backward."""
+        """Return the tower's moments: its last layer in the forward pass, or its last and first layers in the backward
+        pass.
+        """
         if self.tower is None:
             return []
         m, tower, last = self.model, self.tower, self.tower.model.layers
@@ -238,7 +245,7 @@ class _StepMemory:
     # ---- states
 
     def share(self, stage: int) -> int:
-        """Return the number of ranks that share a state which ZeRO shards from `stage` on."""
+        """Return the number of ranks that share a state that ZeRO shards at `stage` and above."""
         return self.step.world if self.zero.stage >= stage else 1
 
     @functools.cached_property
@@ -247,14 +254,14 @@ class _StepMemory:
         return states(self.model, self.zero, step.world, self.size, step.objective.reference, step.optimizer_states)
 
     def moment(self, name: str, *, done: int = 0, gathered: int = 0, grads: int = 0, **items: int) -> Moment:
-        """Return a moment of the step.
+        """Return a moment during the step.
 
         Args:
-            name: Name of the moment.
+            name: Name of the moment, such as "forward".
             done: Number of parameters whose gradients exist.
-            gathered: Number of parameters that ZeRO-3 holds whole.
-            grads: Bytes of gradients that are not reduced yet.
-            **items: Bytes of other items.
+            gathered: Number of parameters that ZeRO-3 has gathered.
+            grads: Bytes of gradients that have not been reduced yet.
+            **items: Bytes for other items.
         """
         bytes_by_item = dict(self.states.device)
         stage = self.zero.stage
@@ -272,14 +279,14 @@ class _StepMemory:
         return _named_moment(name, bytes_by_item)
 
     def trained(self, count: int) -> int:
-        """Return the trained part of a number of parameters or bytes."""
+        """Return the trained part of the given number of parameters or bytes."""
         return count * _trained(self.model) // self.model.parameters
 
     def gathered(self, needed: int, matrices: int = 1) -> int:
-        """Return the number of parameters that ZeRO-3 holds whole while `needed` parameters are in use.
+        """Return the number of parameters that ZeRO-3 keeps gathered while `needed` parameters are in use.
 
-        ZeRO-3 also keeps parameters that are soon reused, prefetches later parameters, and gathers `matrices` matrices
-        of an MLP together.
+        ZeRO-3 also keeps parameters that will soon be reused, prefetches later parameters, and gathers `matrices` MLP
+        matrices together.
         """
         zero, matrix = self.zero, self.model.hidden * self.model.intermediate
         free = max(0, zero.max_live_parameters - needed)
@@ -300,9 +307,9 @@ class _StepMemory:
 
     @property
     def saved_attention(self) -> int:
-        """Bytes that attention saves for backward: q, k and v (local or exchanged), out and lse.
+        """Bytes that attention saves for the backward pass: q, k and v (local or exchanged), out and lse.
 
-        Head chunks repeat their projections instead of saving local q, k and v.
+        Head chunks recompute their projections instead of saving local q, k and v.
         """
         if self.head_chunks > 1:
             return 0 if is_offloaded(self.step) else self.attention.saved
@@ -310,7 +317,7 @@ class _StepMemory:
 
     @property
     def saved_mixer(self) -> int:
-        """Bytes that a layer saves for the backward of its attention, its state, or both."""
+        """Bytes that a layer saves for the backward pass of its attention, its state, or both."""
         m = self.model
         attention, states = self.saved_attention * (m.attending > 0), self.state.saved
         has_both = m.states is not None and m.attending + m.states.count > m.layers
@@ -318,21 +325,23 @@ class _StepMemory:
 
     @property
     def saved(self) -> int:
-        """Mean number of bytes that a layer saves for its backward, including its input."""
+        """Mean number of bytes that a layer saves for its backward pass, including its input."""
         mlp = 4 * self.mlp if self.mlp_tiles() == 1 else 0
         mixers = self.mean(self.saved_attention, self.state.saved, mlp)
         return 2 * (self.residual + self.norm) + mixers
 
     def mean(self, attention: int, states: int = 0, mlp: int = 0) -> int:
-        """Return the mean bytes per layer, given the bytes of layers that attend, have a state, or have an MLP."""
+        """Return the mean number of bytes per layer, given the bytes for layers that attend, have a state, or have an
+        MLP.
+        """
         m = self.model
         of_states = m.states.count * states if m.states else 0
         return (m.attending * attention + of_states + m.with_mlp * mlp) // m.layers
 
     def layers(self, count: int, running: bool = False) -> dict[str, int]:
-        """Return the bytes, by item, that `count` layers hold for backward.
+        """Return the bytes, by item, that `count` layers hold for the backward pass.
 
-        If `running` is true, the last of the layers is still being computed.
+        If `running` is true, the last layer is still being computed.
         """
         if not self.step.checkpointing:
             held = {"checkpoints": (count - running) * self.saved + self.rope + (self.hidden if running else 0)}
@@ -344,9 +353,9 @@ class _StepMemory:
         return {**held, "tower": self.of_tower}
 
     def forward(self, name: str = "forward", **held: int) -> list[Moment]:
-        """Return the moments of the last layer's forward, when the largest number of layers hold tensors.
+        """Return the moments of the last layer's forward pass, during which the largest number of layers hold tensors.
 
-        `held` contains the bytes of other items, by default the bytes held by all layers.
+        `held` contains the bytes of other items, and defaults to the bytes held by all layers.
         """
         m = self.model
         if not held:
@@ -355,12 +364,13 @@ class _StepMemory:
         gathered = self.gathered(m.layer_parameters)
         saved = 0 if self.step.checkpointing else 1
         tiles = self.mlp_tiles()
-        output = self.hidden if self.head_chunks > 1 else self.q + self.kv  # head chunks accumulate into one output
+        # head chunks are accumulated into one output
+        output = self.hidden if self.head_chunks > 1 else self.q + self.kv
         layer = self.hidden + output + saved * (self.norm - self.hidden)
         kept = self.attention.saved * (m.attending > 0) if self.keeps else 0
         kept = kept if self.step.checkpointing else self.saved_mixer
         after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
-        # the head is prefetched and copied out of the gathered buffer
+        # the head's weights are prefetched and copied out of the gathered buffer
         head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0
         return [
             self.moment(f"{name}: attention", gathered=gathered, layer=layer, attention=self.attention.forward, **held),
@@ -372,10 +382,10 @@ class _StepMemory:
         ]  # fmt: skip
 
     def reference(self) -> list[Moment]:
-        """Return the moments of the reference model, whose layers keep no tensors for backward.
+        """Return the moments of the reference model, whose layers keep no tensors for a backward pass.
 
-        The trainers of trl that generate run the reference model before the policy's forward; other trainers run the
-        reference model after the policy's forward.
+        trl trainers that generate completions run the reference model before the policy's forward pass. Other trainers
+        run the reference model afterwards.
         """
         step, held = self.step, {"checkpoints": self.rope}
         if not step.objective.generated:
@@ -386,7 +396,7 @@ class _StepMemory:
         return _StepMemory(alone).forward("reference", **held)
 
     def tile(self, forward: bool) -> int:
-        """Return the bytes of a tile of logits in trl's fused head.
+        """Return the size in bytes of a tile of logits in trl's fused head.
 
         Without Triton, torch also copies the used part of the tile.
         """
@@ -397,10 +407,10 @@ class _StepMemory:
     def fused_head(self) -> list[Moment]:
         m = self.model
         held = {**self.layers(m.layers), "gathered": self.gathered(m.embedding)}
-        # Triton's head copies the tokens that count
+        # the Triton head copies the tokens that count toward the loss
         end = self.norm + self.residual + self.hidden * self.step.objective.triton
         width = self.rows * m.hidden
-        grads, fp32 = m.embedding * 4, width * 4  # gradients of the head and of hidden states
+        grads, fp32 = m.embedding * 4, width * 4  # gradients of the head and of the hidden states
         cast = self.size if self.fp32_copy else 0
         return [
             self.moment("forward: loss", layer=end, loss=self.tile(forward=True), **held),
@@ -409,16 +419,16 @@ class _StepMemory:
         ]
 
     def generation(self) -> list[Moment]:
-        """Return the moments of `generate`, which each rank calls alone with all parameters.
+        """Return the moments of `generate`, which each rank calls on its own with all parameters.
 
-        All parameters are gathered by trl's `ds3_gather_for_generation`. The moments are the last layer's forward of
-        the prompts, and the forward of the last token.
+        All parameters are gathered by trl's `ds3_gather_for_generation`. The moments are the last layer's forward pass
+        for the prompts, and the forward pass for the last token.
         """
         m, objective = self.model, self.step.objective
         row = objective.row(self.step.seq)
         rows, prompt = -(-objective.generated // self.config.size), row - objective.completion
-        layer = rows * 2 * m.kv_heads * m.head_dim * self.size  # keys and values of a token
-        # padding needs a mask of all token pairs: as bools, and in attention as numbers
+        layer = rows * 2 * m.kv_heads * m.head_dim * self.size  # keys and values for a token
+        # padding needs a mask over all token pairs, as bools and, in attention, as numbers
         tokens, mask = rows * prompt * self.size, rows * prompt**2
         mlp = tokens * (4 * m.hidden + 3 * m.intermediate) + mask
         attention = tokens * 3 * (m.hidden + m.heads * m.head_dim) + (1 + self.size) * mask
@@ -427,7 +437,7 @@ class _StepMemory:
                 "generation: prompts", gathered=m.parameters, layer=max(mlp, attention),
                 cache=m.attending * layer * prompt,
             ),
-            self.moment(  # a longer cache replaces the previous cache of a layer
+            self.moment(  # a longer cache replaces a layer's previous cache
                 "generation: last token", gathered=m.parameters, cache=(m.attending * layer + layer // 2) * row,
                 loss=3 * 4 * rows * m.vocab,
             ),
@@ -441,7 +451,7 @@ class _StepMemory:
         gathered = self.gathered(m.embedding)
         logits = math.ceil(self.tokens / tiles) * self.step.batch * m.vocab
         end, head = self.norm + self.residual, m.embedding * self.size
-        if tiles > 1:  # gradients are computed in forward; in fp16, tiles are computed again in backward
+        if tiles > 1:  # gradients are computed in the forward pass; in fp16, tiles are recomputed in the backward pass
             sums, late = m.embedding * 4, self.step.dtype == "float16"
             common = {"gathered": gathered, "layer": end + self.hidden}
             return [
@@ -450,7 +460,7 @@ class _StepMemory:
                 ),
                 self.moment("backward: head", grads=sums + (head if self.fp32_copy else 0), **common, **held),
             ]
-        cast = self.size if self.fp32_copy else 0  # logits in their own dtype, besides the fp32 logits
+        cast = self.size if self.fp32_copy else 0  # logits in their original dtype, in addition to the fp32 logits
         return [
             self.moment("forward: loss", gathered=self.gathered(0), layer=end, loss=logits * (8 + cast), **held),
             self.moment("backward: loss", gathered=gathered, layer=end, loss=12 * logits, **held),
@@ -461,11 +471,11 @@ class _StepMemory:
         ]  # fmt: skip
 
     def backward(self, index: int) -> list[Moment]:
-        """Return the moments of backward in layer `index`, counted from 1."""
+        """Return the moments of the backward pass through layer `index`, counted from 1."""
         m, attention = self.model, self.attention
         held = self.layers(index, running=True)
         prefetched = m.embedding if index == 1 else 0
-        matrices = 1 if self.mlp_tiles() == 1 else 3  # ZeRO-3 gathers a tiled MLP at once, as a leaf module
+        matrices = 1 if self.mlp_tiles() == 1 else 3  # ZeRO-3 gathers a tiled MLP as a whole, as a leaf module
         gathered = self.gathered(m.layer_parameters, matrices) + prefetched
         tower_parameters = m.tower.layers.parameters if m.tower else 0
         done = m.parameters - tower_parameters - m.embedding - index * m.layer_parameters
@@ -475,7 +485,7 @@ class _StepMemory:
         tiles = self.mlp_tiles()
         whole = self.hidden + self.residual + 2 * self.norm
         weight = m.hidden * m.intermediate
-        tile = 6 * self.mlp // tiles + self.hidden * (tiles > 1)  # with the gradient of a tiled MLP's input
+        tile = 6 * self.mlp // tiles + self.hidden * (tiles > 1)  # includes the gradient of a tiled MLP's input
         sums = weight * (self.size if tiles == 1 else 12 + self.size)
         moments = [
             self.moment(
@@ -553,7 +563,9 @@ class _StepMemory:
 
     @property
     def kept_tensors(self) -> list[int]:
-        """Bytes of each attention tensor that a checkpoint keeps: out, lse, and with Ulysses also q, k and v."""
+        """Size in bytes of each attention tensor that a checkpoint keeps: out, lse and, with Ulysses, also q, k and
+        v.
+        """
         out = min(self.q, self.attention.saved)
         lse = min(self.rows * self.model.heads * 4, self.attention.saved - out)
         exchanged = self.attention.saved - out - lse
@@ -568,17 +580,19 @@ MASTER = 4  # bytes per element of an fp32 copy, its gradient, or an optimizer s
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """States that a rank keeps between steps."""
+    """The states that a rank keeps between steps."""
 
     device: Mapping[str, int]  # bytes in the rank's memory, by item
     host: Mapping[str, int]  # bytes in host memory, by item
-    pinned: tuple[tuple[int, int], ...]  # pinned tensors in host memory: (count, bytes of each)
-    elements_on_device: int  # elements of the rank's shard with optimizer states on the device
+    pinned: tuple[tuple[int, int], ...]  # pinned tensors in host memory, as (count, bytes per tensor)
+    elements_on_device: int  # number of elements in the rank's shard whose optimizer states are on the device
     drives: int = 0  # bytes on drives
 
 
 def pinned_bytes(size: int) -> int:
-    """Return the bytes that torch allocates for pinned memory of this size: the next power of two."""
+    """Return the number of bytes that torch allocates for pinned memory of this size, which is the next power of
+    two.
+    """
     return 1 << (size - 1).bit_length() if size else 0
 
 
@@ -589,19 +603,19 @@ def _trained(model: Model) -> int:
 def states(
     model: Model, zero: Zero, world: int, size: int, reference: bool = False, optimizer_states: int = 2
 ) -> States:
-    """Return the states of one rank.
+    """Return the states that one rank keeps between steps.
 
-    ZeRO makes fp32 copies of fp32 parameters as well; at stage 0, DeepSpeed copies only 16-bit parameters.
+    ZeRO makes fp32 copies of fp32 parameters too. At stage 0, DeepSpeed copies only 16-bit parameters.
 
     Args:
         model: The trained model.
-        zero: ZeRO settings.
+        zero: The ZeRO settings.
         world: Number of ranks in the job.
-        size: Bytes per element of a parameter.
-        reference: Whether there is a reference model of the same size. DeepSpeed receives the reference model from trl
-            without an optimizer. At stage 3, the reference model is sharded and offloaded like the policy; otherwise,
-            every rank holds a whole copy.
-        optimizer_states: Number of tensors that the optimizer keeps per parameter; an offloaded optimizer counts as
+        size: Number of bytes per element of a parameter.
+        reference: Whether there is a reference model of the same size. trl passes the reference model to DeepSpeed
+            without an optimizer. At stage 3, the reference model is sharded and offloaded like the policy. At other
+            stages, every rank holds a whole copy.
+        optimizer_states: Number of tensors that the optimizer keeps per parameter. An offloaded optimizer counts as
             Adam.
     """
     count, stage, shards = _trained(model), zero.stage, world if zero.stage == 3 else 1
@@ -635,8 +649,8 @@ def states(
 def _offloaded_before_stage_3(model: Model, zero: Zero, local: int, size: int) -> States:
     """Return the states at stages 1 and 2 with the optimizer in host memory.
 
-    Gradients pass through a buffer on the device and a buffer on the host, each as large as the largest parameter. The
-    host also holds new parameters in their own dtype.
+    Gradients pass through one buffer on the device and one on the host, each as large as the largest parameter. The
+    host also holds updated parameters in their own dtype.
     """
     largest = size * max(model.embedding, model.hidden * model.intermediate)
     device = {"parameters": _trained(model) * size, "gradients": largest}
@@ -652,8 +666,8 @@ def _offloaded_before_stage_3(model: Model, zero: Zero, local: int, size: int) -
 def _offloaded_at_stage_3(zero: Zero, local: int, size: int) -> States:
     """Return the states at stage 3 with the optimizer in host memory or on drives.
 
-    Some sub-groups may stay on the device. The host holds gradients twice, in the parameters' dtype and in fp32 for the
-    optimizer.
+    Some sub-groups may stay on the device. The host holds two copies of the gradients: one in the parameters' dtype,
+    and one in fp32 for the optimizer.
     """
     offload, group = zero.offload_optimizer, min(local, zero.sub_group_size)
     if offload.device == "nvme":
@@ -684,7 +698,7 @@ def _with_parameters_offloaded(result: States, zero: Zero, local: int, size: int
     kept = min(local, offload.max_in_cpu) if offload.device == "nvme" else local
     host = dict(result.host)
     host[item] = host.get(item, 0) + size * kept
-    if kept < local:  # a pool of buffers, and room for a sub-group that is read back
+    if kept < local:  # a pool of buffers, and space for a sub-group that is read back
         pool = offload.buffer_count * offload.buffer_size + min(local, zero.sub_group_size)
         host["buffers"] = host.get("buffers", 0) + size * pool
     device = {**result.device, item: result.device[item] - size * local}

@@ -1,4 +1,4 @@
-"""Estimate the cost of samples with different lengths, and choose the Ulysses size of each pack.
+"""Estimate the cost of samples with different lengths, and choose the Ulysses size for each pack of samples.
 
 This module does not import torch.
 """
@@ -24,12 +24,12 @@ from .request import Job, TrainingStep, visible_pairs
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Costs:
-    """Cost estimates of samples and packs, for one model on one machine.
+    """Cost estimates for samples and packs, for one model on one machine.
 
     Args:
-        step: Training step with the model and configuration; its length and mask are replaced.
-        machine: Machine that trains the model.
-        window: Sliding window of attention in tokens, the same in all layers; None for no window.
+        step: Training step with the model and configuration. The step's length and mask are replaced.
+        machine: Machine on which the model is trained.
+        window: Sliding window of attention in tokens, which is the same in all layers. None means no window.
     """
 
     step: TrainingStep
@@ -38,7 +38,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: SequenceParallelConfig, job: Job, world: int, machine: Machine) -> Costs:
-        """Return the costs of a job with a known model and a resolved configuration."""
+        """Return the costs for a job with a known model and a resolved configuration."""
         assert job.model is not None
         step = TrainingStep(
             model=job.model, config=config, world=world, seq=1, dtype=job.dtype, checkpointing=job.checkpointing
@@ -50,19 +50,19 @@ class Costs:
         return work(self.step, self.machine)
 
     def seconds(self, documents: Iterable[int]) -> float:
-        """Return the cost of documents with these lengths on one rank."""
+        """Return the cost of computing documents with these lengths on one rank."""
         documents = tuple(documents)
         return self.work.pair * visible_pairs(documents, self.window) + self.work.token * sum(documents)
 
     @property
     def ulysses_sizes(self) -> list[int]:
-        """Ulysses sizes that share the model's heads equally, in ascending order."""
+        """Ulysses sizes that divide the model's heads equally, in ascending order."""
         config, model = self.step.config, self.step.model
         return even_ulysses(config.size, model.heads, model.kv_heads, config.head_chunks)
 
     @property
     def fixed(self) -> str:
-        """Reason why all packs use the configured Ulysses size, or "" if packs may use different sizes."""
+        """The reason why all packs use the configured Ulysses size, or "" if packs may use different sizes."""
         config, model = self.step.config, self.step.model
         if model.states is not None or model.latent_projections is not None:
             return "layers have a state, or send latents"
@@ -72,16 +72,16 @@ class Costs:
         return ""
 
     def deal(self, lengths: Sequence[int], seconds: Sequence[float], groups: int, chooses: bool) -> Dealt:
-        """Distribute the samples of a step over packs of `tokens_per_rank * size` tokens.
+        """Distribute the samples of a step across packs of `tokens_per_rank * size` tokens.
 
         Args:
             lengths: Length of each sample in tokens.
             seconds: Cost of each sample.
             groups: Number of groups of ranks.
-            chooses: Whether samples may be whole on one rank, in packs without messages.
+            chooses: Whether samples may stay whole on one rank, in packs that need no messages.
 
         Raises:
-            InputError: If a sample is longer than a pack.
+            InputError: A sample is longer than a pack.
         """
         per_rank, size = self.step.config.tokens_per_rank, self.step.config.size
         assert per_rank != "auto"
@@ -90,7 +90,7 @@ class Costs:
         return Dealt(deal(lengths, seconds, groups, per_rank * size), [[]] * groups)
 
     def pack(self, documents: tuple[int, ...], sizes: Iterable[int]) -> Pack:
-        """Return a pack that all ranks of a group share, with the fastest of the given Ulysses sizes."""
+        """Return a pack that all ranks in a group share, with the fastest of the given Ulysses sizes."""
         config = self.step.config
         return Pack.shared(documents, config.layout, config.size, self.ulysses(documents, sizes))
 
@@ -99,12 +99,14 @@ class Costs:
         return min(sizes, key=lambda ulysses: (self._of_shared(documents, ulysses), ulysses))
 
     def received(self, documents: tuple[int, ...], ulysses: int, rank: int) -> int:
-        """Return the bytes that a rank of a group receives in attention of all layers, for a shared pack."""
+        """Return the number of bytes that a rank receives for attention in all layers, for a pack that its group
+        shares.
+        """
         return received(self._step(documents, ulysses), self.machine, rank)
 
     @functools.cached_property
     def sharing(self) -> float:
-        """Relative cost of sharing samples that fit on one rank, compared with computing the samples on one rank."""
+        """Relative cost of sharing samples that fit on one rank, compared to computing them on one rank."""
         size, cap = self.step.config.size, self.step.config.tokens_per_rank
         documents = (max(1, 3 * cap // 4),) * -(-4 * size // 3)
         least = min(self._of_shared(documents, ulysses) for ulysses in self.ulysses_sizes)
@@ -116,7 +118,7 @@ class Costs:
         Args:
             lengths: Length of each sample in tokens.
             groups: Number of groups of ranks.
-            chooses: Whether Ulysses sizes may differ from the configured size, if no setting fixes the size.
+            chooses: Whether Ulysses sizes may differ from the configured size if no setting fixes the size.
         """
         sizes = self.ulysses_sizes if chooses and not self.fixed else [self.step.config.ulysses]
         dealt = self.deal(lengths, [self.seconds([n]) for n in lengths], groups, len(sizes) > 1)
@@ -127,9 +129,9 @@ class Costs:
         ])  # fmt: skip
 
     def seconds_one_a_group(self, lengths: Sequence[int], groups: int) -> float:
-        """Estimate the time of a step in which each group trains one sample after another.
+        """Estimate the time of a step in which each group trains on one sample after another.
 
-        Samples are padded to a length that the ranks of a group share equally.
+        Samples are padded to a length that the ranks in a group can share equally.
         """
         config = self.step.config
         share = multiple(config.layout, config.size, config.ulysses)
@@ -137,7 +139,7 @@ class Costs:
         return max(sum(map(of_length, lengths[group::groups])) for group in range(groups))
 
     def works(self, pack: Pack) -> list[float]:
-        """Return the seconds of computation of each CP rank for a pack, with all heads."""
+        """Return the number of seconds that each CP rank computes for a pack, with all heads."""
         pair, token = self.work
         return [sum(pair * self._pairs(part) + token * part.tokens for part in parts) for parts in pack.parts]
 
@@ -166,14 +168,14 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """Packs of an optimizer step, for each group."""
+    """The packs of an optimizer step, for each group."""
 
     costs: Costs
     packs: list[list[Pack]]
 
     @functools.cached_property
     def works(self) -> list[list[float]]:
-        """Seconds of computation of each rank, for each group."""
+        """Number of seconds that each rank computes, for each group."""
         of_packs = [
             [[work / pack.ulysses for work in self.costs.works(pack) for _ in range(pack.ulysses)] for pack in packs]
             for packs in self.packs
@@ -187,12 +189,12 @@ class Packed:
 
     @property
     def of_ranks(self) -> float:
-        """Ratio of the maximum to the mean computation time over ranks."""
+        """Ratio of the maximum to the mean computation time across ranks."""
         return most([work for works in self.works for work in works])
 
     @property
     def of_groups(self) -> float:
-        """Ratio of the maximum to the mean computation time over groups."""
+        """Ratio of the maximum to the mean computation time across groups."""
         return most([sum(works) for works in self.works])
 
     @property
@@ -202,5 +204,5 @@ class Packed:
 
     @property
     def ulysses(self) -> dict[int, int]:
-        """Number of packs with each Ulysses size, over all groups."""
+        """Number of packs with each Ulysses size, in all groups together."""
         return dict(sorted(Counter(pack.ulysses for packs in self.packs for pack in packs).items()))

@@ -1,7 +1,7 @@
-"""Description of a machine for the planner: nodes, links, rates and memory.
+"""Description of a machine for the planner, with its nodes, links, rates and memory.
 
-Presets and their sources are stored in machines.json; a user's file has the same format. This module does not import
-torch.
+Presets and their sources are stored in machines.json, and users' files have the same format. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pydantic.dataclasses import dataclass
 from ..base.errors import ConfigError, did_you_mean
 from ..base.files import SHOWN, STRICT, read_as, read_json
 
-DEFAULT = "modest"  # preset if no machine is named
+DEFAULT = "modest"  # preset used if no machine is specified
 CORE = "cpu"  # preset with the rates of one CPU core
 PRESETS = Path(__file__).with_name("machines.json")
 
-# The limits exceed every real machine and keep products of several numbers finite.
+# The limits exceed the values of every real machine, and products of several values stay finite.
 Rate = Annotated[float, Field(ge=1, le=1e24)]  # bytes/s, flops/s or bytes
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 
@@ -35,12 +35,12 @@ class Wire:
     latency: Seconds
     """Seconds until an empty message arrives."""
     rate: Rate
-    """Bytes/s that one rank receives; ranks on a shared link divide its rate."""
+    """Bytes/s that one rank receives. Ranks that share a link also share its rate."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Machine:
-    """Links, rates and memory of a machine, as stored in its file."""
+    """A machine's links, rates and memory, as stored in its file."""
 
     name: str
     """Name shown to the user: the key of the preset, or the file name without .json."""
@@ -51,17 +51,17 @@ class Machine:
     gpus: bool
     """Whether ranks have device memory in addition to host memory."""
     inside: Wire
-    """Link to ranks of the same node."""
+    """Link to ranks on the same node."""
     between: Wire
-    """Link to ranks of other nodes."""
+    """Link to ranks on other nodes."""
     attention: Mapping[str, Rate]
-    """Flops/s of attention by dtype, counting only visible pairs."""
+    """Flops/s of attention by dtype. Only visible pairs are counted."""
     matrices: Mapping[str, Rate]
     """Flops/s of matrix products by dtype."""
     memory: Rate
     """Bytes of memory per rank."""
     reserve_fraction: Annotated[float, Field(ge=0, le=0.99)]
-    """Fraction of `memory` that is unavailable to tensors."""
+    """Fraction of `memory` that is not available for tensors."""
     host_memory: Rate
     """Bytes of host memory per node."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -72,7 +72,7 @@ class Machine:
         """Load a preset by name, or a machine file by path.
 
         Raises:
-            ConfigError: If `place` is neither a preset nor a JSON file, or if the file is invalid.
+            ConfigError: `place` is neither a preset nor a JSON file, or the file is invalid.
         """
         if (preset := presets().get(place)) is not None:
             return machine_of(place, preset)
@@ -91,7 +91,7 @@ class Machine:
 
     @classmethod
     def of_cores(cls, cores: int, memory: int, per_node: int) -> Machine:
-        """Return a machine without GPUs, whose ranks share the cores and memory of each host equally.
+        """Return a machine without GPUs, on which ranks share the cores and memory of each host equally.
 
         Args:
             cores: Number of cores per host.
@@ -115,14 +115,14 @@ class Machine:
 
     @property
     def usable(self) -> int:
-        """Bytes of a rank's memory that are available to tensors."""
+        """Bytes of a rank's memory that are available for tensors."""
         return int(self.memory * (1 - self.reserve_fraction))
 
     def rates(self, dtype: str) -> tuple[float, float]:
-        """Return the flops/s of attention and of matrix products in a dtype; float16 has the rates of bfloat16.
+        """Return the flops/s of attention and of matrix products in a dtype. float16 has the same rates as bfloat16.
 
         Raises:
-            ConfigError: If the machine has no rates for the dtype.
+            ConfigError: The machine has no rates for the dtype.
         """
         wanted = "bfloat16" if dtype == "float16" else dtype
         if wanted not in self.attention or wanted not in self.matrices:
@@ -142,10 +142,10 @@ def machine_of(name: str, content: object, place: str = "") -> Machine:
     Args:
         name: Name of the machine.
         content: Parsed JSON.
-        place: Name of the file in error messages; the default is "machine NAME".
+        place: Name of the file in error messages. The default is "machine NAME".
 
     Raises:
-        ConfigError: If a field is missing, unknown or invalid; the message names the field.
+        ConfigError: A field is missing, unknown or invalid. The message names the field.
     """
     if isinstance(content, Mapping):
         content = {"name": name, **content}

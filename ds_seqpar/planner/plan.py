@@ -1,7 +1,7 @@
 """Search for configurations that fit in memory, and rank them by a rough estimate of their time.
 
-The search reads neither the clock nor the environment, so all ranks find the same result. This module does not import
-torch.
+The search does not depend on the clock or the environment, so all ranks find the same result. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .footprint import Footprint, fits, footprint, rank_bytes
 from .request import Request
 
 LISTED = 12  # maximum number of configurations in a result
-SIMILAR = 0.05  # estimates count as equally fast if their logarithms round to the same multiple of SIMILAR
+SIMILAR = 0.05  # estimates are treated as equal if their logarithms round to the same multiple of SIMILAR
 GIB = 2**30
 # memory-saving settings, added one after another in this order, before head chunks
 TILES: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
-# tried last, cheapest first, each in addition to all settings above
+# tried last, cheapest first, each in addition to all of the settings above
 LAST_RESORTS: tuple[dict[str, Any], ...] = (
     {"save_qkv_after_all_to_all": False},
     {"offload_checkpoints": True},
@@ -40,24 +40,25 @@ LAST_RESORTS: tuple[dict[str, Any], ...] = (
 
 
 def rough(seconds: float) -> int:
-    """Round an estimate on a logarithmic scale, so that equally fast configurations get the same number."""
+    """Round an estimate on a logarithmic scale, so that configurations with similar times get the same number."""
     return round(math.log(seconds) / SIMILAR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
-    """Configuration with its predicted time and memory."""
+    """A configuration with its predicted time and memory."""
 
-    config: SequenceParallelConfig  # without any "auto"
-    spared: Mapping[str, Any]  # memory settings that the configuration needs to fit
+    config: SequenceParallelConfig  # without any "auto" values
+    spared: Mapping[str, Any]  # memory settings that the configuration needs in order to fit
     estimate: Estimate
     seconds: float  # estimated seconds per sequence
-    links: float  # total seconds on all ranks' links for the messages of one sequence in one layer's attention
-    memory: Footprint  # memory of a rank and its host
+    # total seconds for which all ranks' links are occupied by one sequence's messages in one layer's attention
+    links: float
+    memory: Footprint  # memory used on a rank and its host
 
     @property
     def key(self) -> tuple:
-        """Sort key of results: rounded time, number of memory settings, use of links, number of other settings."""
+        """Sort key for results: rounded time, number of memory settings, use of links, number of other settings."""
         return rough(self.seconds), len(self.spared), self.links, len(self.config.section())
 
     @classmethod
@@ -75,10 +76,10 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PlanResult:
-    """Result of a search for configurations."""
+    """The result of a search for configurations."""
 
     request: Request
-    ranked: tuple[Planned, ...]  # best configurations, fastest first; () if nothing fits
+    ranked: tuple[Planned, ...]  # the best configurations, fastest first; empty if nothing fits
     rejected: tuple[tuple[str, str], ...]  # (rejected configurations, reason)
 
     @property
@@ -90,7 +91,7 @@ def plan(request: Request) -> PlanResult:
     """Return the ranked configurations for a request.
 
     Raises:
-        ConfigError: If no configuration fits; the message names the nearest change that would help.
+        ConfigError: No configuration fits. The message suggests the smallest changes that would help.
     """
     result = find_plan(request)
     if not result.ranked:
@@ -100,7 +101,8 @@ def plan(request: Request) -> PlanResult:
 
 def find_plan(request: Request) -> PlanResult:
     """Return the result of `plan`, with an empty `ranked` if nothing fits."""
-    SequenceParallelConfig(**request.given).resolve(request.world, request.heads)  # raises for settings that never fit
+    # raises an error for settings that are never compatible
+    SequenceParallelConfig(**request.given).resolve(request.world, request.heads)
     rejected: Counter[tuple[str, str]] = Counter()
     distinct: dict[tuple, tuple[float, SequenceParallelConfig]] = {}
     for config in candidates(request, rejected):
@@ -114,7 +116,7 @@ def find_plan(request: Request) -> PlanResult:
             rejected[name_of(config), str(reason)] += 1
             continue
         seconds = request.seconds_a_sequence(found.seconds, config)
-        # keeps the first of equal candidates
+        # keep the first of equal candidates
         distinct.setdefault((config.size, config.ulysses, found), (seconds, config))
     ranked: list[Planned] = []
     for seconds, config in sorted(distinct.values(), key=lambda one: one[0]):
@@ -129,10 +131,10 @@ def find_plan(request: Request) -> PlanResult:
 
 
 def candidates(request: Request, rejected: Counter[tuple[str, str]]) -> Iterator[SequenceParallelConfig]:
-    """Yield the legal configurations of a request, without memory settings.
+    """Yield the valid configurations for a request, without memory settings.
 
-    All sizes, all Ulysses sizes that share the heads equally, and all schedules are combined, unless the request fixes
-    them. Each schedule is used with its own shape, layout and rank order. Illegal combinations are counted in
+    All sizes, all Ulysses sizes that divide the heads equally, and all schedules are combined, unless the request fixes
+    them. Each schedule is used with its own shape, layout and rank order. Invalid combinations are counted in
     `rejected`.
     """
     given = dict(request.given)
@@ -143,8 +145,10 @@ def candidates(request: Request, rejected: Counter[tuple[str, str]]) -> Iterator
             rejected[f"{size} ranks", f"at most {limits.MAX_PLANNED_RANKS:,} ranks share a sequence"] += 1
             continue
         for ulysses in _given(given, "ulysses", even_ulysses(size, *request.heads)):
-            several = 1 < size // ulysses <= limits.MAX_COMPARED_RANKS  # a single rank has nothing to schedule
-            names = dict.fromkeys((schedules.DEFAULT, *(schedules.SCHEDULES if several else ())))  # the default first
+            # with a single rank, there is nothing to schedule
+            several = 1 < size // ulysses <= limits.MAX_COMPARED_RANKS
+            # the default schedule first
+            names = dict.fromkeys((schedules.DEFAULT, *(schedules.SCHEDULES if several else ())))
             for schedule in _given(given, "schedule", names):
                 try:
                     limits.check_followed(size // ulysses, bool(given.get("overlap")))
@@ -162,7 +166,8 @@ def _given(given: Mapping[str, Any], name: str, every: Iterable[Any]) -> Iterabl
 def in_memory(
     request: Request, config: SequenceParallelConfig
 ) -> tuple[SequenceParallelConfig, dict[str, Any], Footprint] | str:
-    """Return a configuration that fits in memory, its memory settings and its footprint, or the reason if nothing fits.
+    """Return a configuration that fits in memory, with its memory settings and footprint. If nothing fits, return the
+    reason.
 
     As few memory settings as possible are added to `config`.
     """
@@ -182,14 +187,14 @@ def in_memory(
 
 
 def memory_options(request: Request, ulysses: int) -> list[dict[str, Any]]:
-    """Return combinations of memory settings to try in order, from the lowest cost in time to the highest.
+    """Return combinations of memory settings in the order in which to try them, from the fastest to the slowest.
 
-    No combination changes a setting of the request.
+    No combination changes a setting that the request fixes.
     """
     given = {name for name in MEMORY_SETTINGS if name in request.given}
     if request.given.get("head_chunks") == "auto":
         given.remove("head_chunks")
-    if request.job.objective.head != "logits":  # trl's head is already tiled, and other tiles are refused with it
+    if request.job.objective.head != "logits":  # trl's head is already tiled and does not support other tiles
         given.add("loss_tiles")
     head_chunks = [{"head_chunks": n} for n in free_head_chunk_counts(*request.heads, ulysses) if n > 1]
     options: list[dict[str, Any]] = [{}]
@@ -209,7 +214,7 @@ def memory_options(request: Request, ulysses: int) -> list[dict[str, Any]]:
 
 
 def name_of(config: SequenceParallelConfig) -> str:
-    """Return a short text for a resolved configuration, without its memory settings."""
+    """Return a short description of a resolved configuration, without its memory settings."""
     section, cp_size = config.section(), config.size // config.ulysses
     shown = {name: value for name, value in section.items() if name not in (*MEMORY_SETTINGS, "size", "ulysses")}
     schedule = shown.pop("schedule")
@@ -219,7 +224,7 @@ def name_of(config: SequenceParallelConfig) -> str:
 
 
 def settings_in_words(spared: Mapping[str, Any]) -> list[str]:
-    """Return each memory setting in the form that is printed for the user."""
+    """Return the memory settings in the form in which they are printed for the user."""
     plain_text = {
         "recompute_attention": "attention runs twice",
         "save_qkv_after_all_to_all False": "heads are exchanged again",
@@ -232,7 +237,7 @@ def settings_in_words(spared: Mapping[str, Any]) -> list[str]:
 
 
 def nothing_fits(request: Request, rejected: tuple[tuple[str, str], ...]) -> str:
-    """Return the error message, with alternatives, for a request that no configuration fits."""
+    """Return the error message, with alternatives, for a request for which no configuration fits."""
     too_large = [f"{configurations}: {why}" for configurations, why in rejected if "GiB" in why]
     reason = too_large[-1] if too_large else ": ".join(rejected[0]) if rejected else "there is no candidate"
     changes = nearest_fits(request)
@@ -242,10 +247,10 @@ def nothing_fits(request: Request, rejected: tuple[tuple[str, str], ...]) -> str
 
 
 def nearest_fits(request: Request) -> list[str]:
-    """Return changes to a request, each of which makes a configuration fit.
+    """Return changes to a request. Each change alone would make some configuration fit.
 
-    If ranks cannot share the requested length equally, the only proposed change is a longer length. For other lengths,
-    the proposed changes are more ranks, an offloaded optimizer, and a shorter sequence.
+    If ranks cannot share the requested length equally, the only suggested change is a longer sequence. For other
+    lengths, the suggested changes are more ranks, an offloaded optimizer, and a shorter sequence.
     """
     if (length := fitting_length(request)) > request.seq:
         return [f"{length} tokens"]
@@ -273,7 +278,7 @@ def with_length(request: Request, seq: int) -> Request:
 
 
 def with_optimizer_on_host(request: Request) -> Request | None:
-    """Return the request with the optimizer in host memory, or None if the optimizer cannot be moved there."""
+    """Return the request with the optimizer in host memory, or None if the optimizer cannot be moved to host memory."""
     zero = request.job.zero
     if zero.optimizer_away or not (zero.stage and request.machine.gpus):
         return None

@@ -1,4 +1,4 @@
-"""Input of the planner: a model, a machine and the training step.
+"""The planner's input: a model, a machine and the training step.
 
 This module does not import torch.
 """
@@ -22,50 +22,51 @@ from .machine import Machine
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateLayers:
-    """Layers of a model with a state or a causal convolution, all counted like the largest layer."""
+    """A model's layers with a state or a causal convolution. All layers count like the largest layer."""
 
     count: int
-    heads: int  # heads with a state; 0 if layers only have a convolution
+    heads: int  # heads with a state; 0 if layers have only a convolution
     keys: int  # number of keys in a head's state
     values: int
-    transition: int  # numbers in the transition of a head's state: keys x keys, or 1
-    exchanged: int  # numbers per token that Ulysses ranks exchange with their heads, including the output
-    kept: int  # numbers per token returned by projections and convolution, and out before and after its gate
-    weights: int  # weights of a layer's projections
+    transition: int  # number of elements in a head's state transition: keys * keys, or 1
+    exchanged: int  # number of elements per token that Ulysses ranks exchange with their heads, including the output
+    # number of elements per token that projections and convolution return, plus out before and after its gate
+    kept: int
+    weights: int  # number of weights in a layer's projections
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tower:
-    """Part of a model that computes features of pictures or sounds, which replace tokens."""
+    """The part of a model that computes image or audio features, which replace tokens."""
 
-    layers: Model  # layers of the tower as a model without a vocabulary; parameters include the parts around the layers
-    full_layers: int  # layers in which a patch sees all patches of its picture
-    window: int = 0  # patches that a patch sees in the other layers
+    layers: Model  # the tower's layers as a model without a vocabulary; parameters include the parts around the layers
+    full_layers: int  # number of layers in which a patch sees all patches of its image
+    window: int = 0  # number of patches that a patch sees in the other layers
     patches_a_token: int | None = None  # None: not in the model's config
-    patches: int | None = None  # patches per picture, if equal for all pictures
-    tokens: int | None = None  # tokens per picture, if equal for all pictures
+    patches: int | None = None  # patches per image, if all images have the same number
+    tokens: int | None = None  # tokens per image, if all images have the same number
 
     def pairs(self, patches: int) -> float:
-        """Return the number of patches that a patch of a picture sees, as a mean over all layers."""
+        """Return the number of patches that a patch of an image sees, as a mean over all layers."""
         windows = self.layers.layers - self.full_layers
         return (self.full_layers * patches + windows * min(self.window, patches)) / self.layers.layers
 
 
 class Index(NamedTuple):
-    """Layers that attend to latents picked by an index (docs/sparse.md).
+    """Layers that attend to latents selected by an index (docs/sparse.md).
 
     Latents and index keys are gathered from all ranks.
     """
 
     layers: int
-    own: int  # layers with their own index; other layers attend to tokens picked by an earlier layer
-    latent: int  # numbers in a token's latent
-    keys: int  # numbers in a token's index key
-    heads: int  # heads of the index
+    own: int  # number of layers with their own index; other layers attend to tokens picked by an earlier layer
+    latent: int  # number of elements in a token's latent
+    keys: int  # number of elements in a token's index key
+    heads: int  # number of heads in the index
     picks: int  # maximum number of tokens that a query attends to
 
     def received(self, tokens: int, own: int, size: int) -> tuple[int, int]:
-        """Return how many numbers of a row a rank receives in all layers, in forward and in backward.
+        """Return how many elements of a row a rank receives in all layers, for the forward and backward passes.
 
         `own` is the number of the row's tokens on the rank.
         """
@@ -73,39 +74,39 @@ class Index(NamedTuple):
         return (tokens - own) * (latents + self.own * self.keys), own * (size - 1) * latents
 
 
-class Pictures(NamedTuple):
-    """Pictures, films or sounds of each sequence, all of the same size."""
+class Images(NamedTuple):
+    """The images, videos or audio clips in each sequence, all of the same size."""
 
     number: int
-    tokens: int  # tokens replaced by the features of one picture
-    patches: int  # patches of one picture
+    tokens: int  # number of tokens replaced by one image's features
+    patches: int  # number of patches in one image
 
     def of_rank(self, config: SequenceParallelConfig, batch: int) -> int:
-        """Return how many pictures of `batch` sequences a rank computes, rounded up to the same number on all ranks."""
+        """Return how many images in `batch` sequences a rank processes, rounded up to the same number on all ranks."""
         number = batch * self.number
         return number if config.divide_media is False else -(-number // config.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """Sizes of a model."""
+    """The sizes of a model."""
 
     hidden: int
-    intermediate: int  # with experts, the sum over the experts of one token
+    intermediate: int  # with experts, the sum over the experts that one token uses
     layers: int
     heads: int  # query heads
     kv_heads: int
     head_dim: int
     vocab: int
-    parameters: int  # parameters of the whole model, with tied parameters counted once
-    layer_parameters: int  # parameters of one layer
+    parameters: int  # number of parameters in the whole model; tied parameters are counted once
+    layer_parameters: int  # number of parameters in one layer
     tied: bool = False  # whether the head and the embedding share weights
     # whether q and k have norms over all heads, so that head chunks cannot run their own projections
     norms_heads: bool = False
     states: StateLayers | None = None
     attention_layers: int | None = None  # number of layers that attend; None: all layers
     mlp_layers: int | None = None  # number of layers with an MLP; None: all layers
-    latent_projections: int | None = None  # number of weights in attention's projections, if attention has a latent
+    latent_projections: int | None = None  # number of weights in attention's projections, for latent attention
     mlp_matrices: int = 3  # number of hidden x intermediate matrices; 2 without a gate
     gathers: bool = False  # whether layers run their own attention on gathered keys
     index: Index | None = None
@@ -131,13 +132,13 @@ class Model:
 
     @property
     def weights(self) -> int:
-        """Number of weights that each token is multiplied with, over all layers."""
+        """Number of weights by which each token is multiplied, in all layers together."""
         states = self.states.count * self.states.weights if self.states else 0
         return self.attending * self.projections + self.with_mlp * self.mlp + states
 
     @property
     def not_counted(self) -> list[str]:
-        """Costs that predictions omit for this model, in sentences for the user."""
+        """Costs that predictions for this model omit, as sentences for the user."""
         states = [] if self.states is None else [
             f"{self.states.count} of {self.layers} layers have a state or a convolution: what they project and send is "
             "counted, and not what their kernels compute and keep, which is several times as much in torch's own"
@@ -159,36 +160,37 @@ class Model:
 
     @property
     def lora(self) -> int:
-        """Number of weights in rank-1 adapters of all matrices of all layers."""
+        """Number of weights in rank-1 adapters for all matrices in all layers."""
         attention = 4 * self.hidden + 2 * (self.heads + self.kv_heads) * self.head_dim
         return self.attending * attention + self.with_mlp * self.mlp_matrices * (self.hidden + self.intermediate)
 
     @property
     def mlp(self) -> int:
-        """Number of weights in a layer's MLP; with experts, only the experts of one token count."""
+        """Number of weights in a layer's MLP. With experts, only the experts that one token uses count."""
         return self.mlp_matrices * self.hidden * self.intermediate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Computations of a step in addition to, or instead of, the next-token loss."""
+    """Computations that a step performs in addition to, or instead of, the next-token loss."""
 
-    rows: int = 1  # rows per example; a pair has two
+    rows: int = 1  # rows per example; a pair has two rows
     head: Literal["logits", "fused", "score"] = "logits"  # fused: trl's tiled head; score: one number per row
-    triton: bool = True  # whether Triton computes tiles of the fused head in place; otherwise torch does, as on CPUs
+    # whether Triton computes tiles of the fused head in place; otherwise torch computes them, as on CPUs
+    triton: bool = True
     reference: bool = False  # whether an untrained reference model computes the same rows
-    completions: int = 1  # number of rows that share a prompt, which is computed once
-    completion: int = 0  # tokens of a row that are generated or follow a shared prompt
-    generated: int = 0  # rows that a group generates at once, divided among its ranks
+    completions: int = 1  # number of rows that share a prompt; the prompt is computed once
+    completion: int = 0  # number of a row's tokens that are generated or follow a shared prompt
+    generated: int = 0  # number of rows that a group generates at once, divided among its ranks
 
     def batch(self, examples: int) -> int:
-        """Return the number of sequences in a forward; all completions of a shared prompt form one sequence."""
+        """Return the number of sequences in a forward pass. All completions of a shared prompt form one sequence."""
         return -(-examples * self.rows // self.completions)
 
     def sequence(self, row: int) -> int:
         """Return the number of tokens in a sequence whose rows have `row` tokens.
 
-        In the sequence, every completion follows a copy of the prompt's last token and omits its own last token.
+        In the sequence, each completion follows a copy of the prompt's last token and omits its own last token.
         """
         return row + self._shared
 
@@ -201,7 +203,7 @@ class Objective:
         return (self.completions - 1) * self.completion - (self.completions > 1)
 
 
-# supported trl trainers, each with its default use of a reference model
+# supported trl trainers, and whether each uses a reference model by default
 TRAINERS = {
     "dpo": Objective(rows=2, head="fused", reference=True),
     "kto": Objective(head="fused", reference=True),
@@ -213,25 +215,25 @@ TRAINERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """Training step of a model under one configuration."""
+    """A model's training step with one configuration."""
 
     model: Model
-    config: SequenceParallelConfig  # without any "auto"
+    config: SequenceParallelConfig  # without any "auto" values
     world: int  # ranks of the job
-    seq: int  # tokens of the whole sequence
-    batch: int = 1  # number of sequences that a group of ranks trains at once
+    seq: int  # number of tokens in the whole sequence
+    batch: int = 1  # number of sequences that a group of ranks processes at once
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=Zero)
-    optimizer_states: int = 2  # tensors that the optimizer keeps per parameter, such as the two moments of Adam
+    optimizer_states: int = 2  # number of tensors that the optimizer keeps per parameter, such as Adam's two moments
     checkpointing: bool = True
     mask: Mask = CAUSAL
-    pictures: Pictures | None = None
+    images: Images | None = None
     objective: Objective = dataclasses.field(default_factory=Objective)
-    on_gpu: bool = False  # whether GPU kernels run, which allocate their own memory
+    on_gpu: bool = False  # whether GPU kernels are used, which allocate their own memory
 
 
 def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
-    """Return the number of (query, key) pairs in causal attention over documents of these lengths in tokens.
+    """Return the number of (query, key) pairs in causal attention over documents with these lengths in tokens.
 
     `window` is the sliding window in tokens; None means no window.
     """
@@ -250,24 +252,24 @@ class Job:
     """
 
     model: Model | None = None
-    seq: int | None = None  # tokens of the longest sequence; None: unknown
+    seq: int | None = None  # number of tokens in the longest sequence; None: unknown
     documents: tuple[int, ...] = ()  # lengths of documents in tokens, if the longest sequence is a pack
-    window: int | None = None  # sliding window of attention in tokens, the same in all layers
-    batch: int | None = None  # number of examples that a group of ranks trains at once
+    window: int | None = None  # sliding window of attention in tokens, which is the same in all layers
+    batch: int | None = None  # number of examples that a group of ranks processes at once
     steps: int | None = None  # number of micro-batches in an optimizer step
-    # sequences in an optimizer step; None: any number, with each sequence shared by all ranks
+    # number of sequences in an optimizer step; None: any number, and each sequence is shared by all ranks
     sequences: int | None = None
     dtype: str = "bfloat16"
     zero: Zero = dataclasses.field(default_factory=Zero)
     optimizer_states: int = 2  # see `TrainingStep`
     checkpointing: bool = False
-    pictures: Pictures | None = None
+    images: Images | None = None
     uncounted: str = ""  # reason why the model is unknown
     objective: Objective = dataclasses.field(default_factory=Objective)
 
     @classmethod
     def of(cls, json: DeepSpeedJson) -> Job:
-        """Return the job of a DeepSpeed JSON; values left to a Trainer ("auto") count as unknown."""
+        """Return the job that a DeepSpeed JSON describes. Values left to a Trainer ("auto") count as unknown."""
         (sequences, batch, steps), zero = json.batch_sizes, json.known.zero_optimization
         return cls(
             batch=batch, steps=steps, sequences=sequences, dtype=json.known.dtype, zero=zero,
@@ -285,7 +287,7 @@ class Job:
         return TrainingStep(
             model=self.model, config=config, world=world, seq=self.seq, batch=self.objective.batch(self.batch or 1),
             dtype=self.dtype, zero=self.zero, checkpointing=self.checkpointing, objective=self.objective,
-            optimizer_states=self.optimizer_states, mask=self.mask, pictures=self.pictures, on_gpu=on_gpu,
+            optimizer_states=self.optimizer_states, mask=self.mask, images=self.images, on_gpu=on_gpu,
         )  # fmt: skip
 
     def sizes(self, world: int) -> tuple[int, ...]:
@@ -303,30 +305,30 @@ class Job:
 
 
 class MemoryBudget(NamedTuple):
-    """Memory available to ranks and hosts."""
+    """The memory available to ranks and hosts."""
 
-    limit: int  # bytes per rank that are available to tensors
+    limit: int  # bytes per rank that are available for tensors
     host: float  # bytes of host memory per node, shared by `ranks_per_node` ranks
     ranks_per_node: int
     apart: bool = True  # whether ranks have device memory in addition to host memory
 
     @classmethod
     def of(cls, machine: Machine, world: int, memory: int | None = None) -> MemoryBudget:
-        """Return the memory of a machine; `memory` overrides the bytes per rank."""
+        """Return a machine's memory. `memory` overrides the number of bytes per rank."""
         limit = machine.usable if memory is None else memory
         return cls(limit, machine.host_memory, min(world, machine.per_node), machine.gpus)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """Job to plan for, with its machine and fixed settings."""
+    """A job to plan for, with its machine and fixed settings."""
 
     job: Job  # job with a known model and length
     machine: Machine
     world: int  # ranks of the job
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fixed settings
-    sizes: tuple[int, ...] = ()  # allowed values of `size`; () for all values
-    memory: int | None = None  # bytes per rank; None: the machine's memory for tensors
+    sizes: tuple[int, ...] = ()  # allowed values of `size`; if empty, all values are allowed
+    memory: int | None = None  # bytes per rank; None: the memory that the machine has for tensors
 
     def __post_init__(self) -> None:
         limits.check("the ranks of a job, nodes x ranks a node,", self.world, limits.MAX_RANKS)
@@ -366,7 +368,7 @@ class Request:
         return self.job.step(config, self.world, self.machine.gpus)
 
     def seconds_a_sequence(self, seconds: float, config: SequenceParallelConfig) -> float:
-        """Return the time of an optimizer step per sequence, given the seconds of a micro-batch on all ranks."""
+        """Return an optimizer step's time per sequence, given the number of seconds per micro-batch on all ranks."""
         together = self.world // config.size * (self.job.batch or 1)  # number of sequences in a micro-batch
         if self.job.sequences is None:
             return seconds / together

@@ -1,4 +1,4 @@
-"""Bytes that a stateful layer sends and keeps on a rank.
+"""The number of bytes that a stateful layer sends and keeps on a rank.
 
 This module does not import torch.
 """
@@ -19,19 +19,20 @@ from .request import TrainingStep
 
 
 class StateBytes(NamedTuple):
-    """Bytes of one layer on the rank that needs the most memory."""
+    """Bytes for one layer on the rank that needs the most memory."""
 
     received: int = 0  # received states and their maps, per direction
-    exchanged: int = 0  # tokens exchanged for other heads, including output tokens, in forward
+    exchanged: int = 0  # tokens exchanged for other heads in the forward pass, including output tokens
     entering: int = 0  # states at the start of the rank's runs, which checkpoints keep
-    saved: int = 0  # saved for backward, without tensors that the layer's own function saves
+    saved: int = 0  # saved for the backward pass, excluding tensors that the layer's own function saves
 
 
 def state_bytes(step: TrainingStep) -> StateBytes:
-    """Return the bytes of a stateful layer, for the configured or the cheaper way of sharing its states.
+    """Return the bytes for a stateful layer, using the configured way of sharing its states or the cheaper way if none
+    is configured.
 
     Raises:
-        ConfigError: If a rank's tokens are not consecutive.
+        ConfigError: A rank's tokens are not consecutive.
     """
     layers, config = step.model.states, step.config
     if layers is None:
@@ -42,7 +43,7 @@ def state_bytes(step: TrainingStep) -> StateBytes:
     if not layers.heads:
         return StateBytes(saved=saved)
     lengths = tuple(b - a for a, b in itertools.pairwise((*step.mask.documents, step.seq)))
-    whole = step.batch * layers.heads * sums  # bytes of one number of each head's state
+    whole = step.batch * layers.heads * sums  # size in bytes of one number per head's state
     of_ways = []
     for exchanges in (True, False):
         ranks, share = (None, whole // ulysses) if exchanges else (ulysses, whole)
@@ -62,6 +63,7 @@ def state_bytes(step: TrainingStep) -> StateBytes:
 def _runs(layout: str, lengths: tuple[int, ...], cp_size: int, ulysses: int, ranks: int | None) -> tuple[int, int]:
     """Return how many previous runs a run depends on, and the maximum number of runs on a rank."""
     documents = tuple(itertools.accumulate(lengths[:-1], initial=0)) if lengths else ()
-    shards: Shards = EvenShards(layout, 4 * multiple(layout, cp_size * ulysses, ulysses), cp_size)  # any length will do
+    # the length does not matter
+    shards: Shards = EvenShards(layout, 4 * multiple(layout, cp_size * ulysses, ulysses), cp_size)
     segments = segments_of(shards_of(layout, lengths, cp_size) if lengths else shards, documents, ranks)
     return segments.reach() if segments.continues else 0, segments.most_runs

@@ -1,4 +1,4 @@
-"""Register additional schedules, plans read from files, and the overlap pass."""
+"""Register additional schedules, support for plan files, and the overlap pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import distflash, text, triangle
 
 
 def _overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Plan:
-    from .overlap import overlapped  # imported here, since the simulator imports programs, which import plans
+    from .overlap import overlapped  # imported here, since the simulator imports programs, which in turn import plans
 
     return overlapped(plan, needed, sizes)
 

@@ -1,4 +1,4 @@
-"""Load-balanced schedule of DistFlashAttn (section 3.1 and Algorithm 2) for a causal mask on contiguous blocks."""
+"""DistFlashAttn's load-balanced schedule (section 3.1 and Algorithm 2) for a causal mask on contiguous blocks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_
     """Return the steps of DistFlashAttn, which takes floor(A/2) + 1 steps on A ranks.
 
     In step t, worker p receives the k/v of worker p - t. If p < t, worker p has no work left and becomes a helper. A
-    helper computes the queries of the late worker p - t + A with its own k/v, and sends the result back.
+    helper computes attention for the queries of the late worker p - t + A with its own k/v, and sends back the result.
 
-    Helpers compute in every step except step A / 2 of even A, in which both workers would compute the same product.
-    Algorithm 2 of the paper, as printed, also leaves out helpers in the last step of odd A. A mask that hides more than
-    the causal mask removes products.
+    Helpers compute in every step, with one exception: if A is even, both workers would compute the same product in step
+    A / 2. As printed in the paper, Algorithm 2 also omits helpers in the last step if A is odd. If the mask hides more
+    than a causal mask, the hidden products are skipped.
 
     Raises:
-        ConfigError: If a query sees a later block, or if moving_side is "q" (both sides move in this schedule).
+        ConfigError: A query sees a later block, or `moving_side` is "q" (in this schedule, both sides move).
     """
     if moving_side != "kv":
         raise ConfigError('distflash moves k/v and queries by itself; got traveling q, use "kv" or "auto"')
@@ -37,7 +37,7 @@ def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_
     half = size // 2
 
     def product(p: int, t: int) -> Compute | None:
-        """Return the product that worker p computes in step t, or None."""
+        """Return the product that worker p computes in step t, or None if the worker is idle."""
         if p < t and 2 * t == size:
             return None
         q, kv = (p, p - t) if p >= t else (p - t + size, p)
@@ -45,8 +45,8 @@ def distflash(topology: Topology, block_mask: BlockMask, direction: str, moving_
 
     def steps(rank: int) -> Iterator[Step]:
         for t in range(half + 1):
-            # computed: products of step t on this rank and on the rank t after it; coming: products of the next step,
-            # whose operands move now
+            # computed: products in step t on this rank and on the rank t positions later; coming: products in the next
+            # step, whose operands move now
             computed, coming = (
                 [compute for p in {rank, (rank + turn) % size} if (compute := product(p, turn))] for turn in (t, t + 1)
             )
@@ -75,7 +75,7 @@ def _results(compute: Compute, direction: str) -> list[Move]:
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
     """Return the number of elements that each rank receives.
 
-    Early ranks receive the queries of late ranks, and late ranks receive the results.
+    Early ranks receive queries from late ranks, and late ranks receive the results.
     """
     ((_, size),) = axes
     return [_received_by(rank, size, direction, units) for rank in range(size)]

@@ -1,9 +1,9 @@
-"""Overlap computation and communication by reordering the actions of a plan.
+"""Overlap computation with communication by reordering a plan's actions.
 
-Collectives become moves of single blocks, and products run as their operands arrive. The pass accepts the plan of any
-schedule. For a mesh (a, b, 1), the pass finds the order that Attention2D-O specifies by hand (Algs. 4-11). Products of
-a rank's own blocks come first, followed by products of other blocks in the order of arrival. Results are sent while
-other products run.
+Collectives become moves of single blocks, and each product runs as soon as its operands arrive. The pass accepts any
+schedule's plan. For a mesh (a, b, 1), the pass finds the order that the authors of Attention2D-O specified by hand
+(Algs. 4-11). Products of a rank's own blocks come first, followed by products of other blocks in the order in which the
+blocks arrive. Results are sent while other products run.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from ..core.compiler.schedules.plan import BlockMask, Plan
 from ..core.compiler.sharding.layout import owned, owner
 from .simulate import Costs, communication, programs_of, simulate
 
-# (rank, kind, block): an operand or a result, with the rank that has or needs the block
+# (rank, kind, block): an operand or a result, and the rank that has or needs the block
 RankBlock = tuple[int, str, int]
 
 
 def overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Plan:
     """Return a plan with the same products on the same ranks, in the fastest order according to `simulate`.
 
-    The number of sent bytes stays the same. The order is a greedy list schedule, which assumes that products take as
-    long as transfers. Two routes of operands are tried: gathered blocks are passed around their group or, if there are
-    gathers, every block is sent directly by its owner. Results are sent directly to the rank that owns the block. If
-    direct results would make a rank receive more bytes than in the plan, results are sent as in the plan, through other
-    ranks that add their own results.
+    The number of bytes sent stays the same. The order is a greedy list schedule that assumes that computation takes as
+    long as communication. Two routes for operands are tried if the plan has gathers. Either gathered blocks are passed
+    around their group, or every block is sent directly by its owner. Results are sent directly to the rank that owns
+    the block. If a rank would then receive more bytes than in the plan, results are instead sent as in the plan,
+    through other ranks that add their own results.
 
     Args:
-        plan: Plan of all ranks.
-        needed: Pairs of blocks that see each other; other products are left out.
+        plan: Plan for all ranks.
+        needed: Pairs of blocks that see each other. All other products are omitted.
         sizes: Bytes of a block, by kind.
 
     Returns:
@@ -54,13 +54,13 @@ def overlapped(plan: Plan, needed: BlockMask, sizes: Mapping[str, float]) -> Pla
 class _ListScheduler:
     """Builds a plan step by step.
 
-    Time is counted in ticks of one product each, and tick t becomes step t of the plan. A rank starts at most one
-    product per tick. Transfers are posted between products, and wait for free links.
+    Time is counted in ticks. A product takes one tick, and tick t becomes step t of the plan. A rank starts at most one
+    product per tick. Transfers are posted between products and wait until their links are free.
 
     Args:
         plan: Plan to reorder.
         needed: Pairs of blocks that see each other.
-        costs: Durations of products and transfers.
+        costs: Durations of products and of transfers.
         source: Sender of each operand that a rank needs from another rank.
     """
 
@@ -71,7 +71,7 @@ class _ListScheduler:
         owned_blocks = [(r, b) for r in range(plan.size) for b in owned(r, plan.blocks_per_rank)]
         self.arrival: dict[RankBlock, float] = {(r, k, b): 0.0 for r, b in owned_blocks for k in ("q", "kv")}
         self.first_use: dict[RankBlock, int] = {}
-        # number of products, and of other ranks' results, that each result for another rank still lacks
+        # for each result for another rank, the number of products and of other ranks' results that are still missing
         self.missing = Counter(
             unit for r, pairs in enumerate(self.remaining) for pair in pairs for unit in self.leaving(r, *pair)
         )
@@ -79,16 +79,16 @@ class _ListScheduler:
         for (_, kind, block), rank in self.next_rank.items():
             if rank != owner(block, self.blocks_per_rank):
                 self.missing[rank, kind, block] += 1
-        # tick -> results to which a received result is added, after the products of the tick
+        # maps a tick to the results to which a received result is added after the tick's products
         self.arriving: dict[int, list[RankBlock]] = defaultdict(list)
-        # tick when each rank's links become free
+        # tick in which each rank's links become free
         self.link_in, self.link_out = [0.0] * plan.size, [0.0] * plan.size
         self.moves: list[tuple[int, Move]] = []
         self.computes: list[tuple[int, Compute]] = []
         self.results: list[tuple[int, Move]] = []
 
     def leaving(self, rank: int, q: int, kv: int) -> list[RankBlock]:
-        """Return the results of a product whose blocks belong to another rank."""
+        """Return a product's results whose blocks belong to another rank."""
         results = [(rank, kind, kv if kind == "dkv" else q) for kind in ACCUMULATORS[self.plan.direction]]
         return [unit for unit in results if owner(unit[2], self.blocks_per_rank) != rank]
 
@@ -122,10 +122,11 @@ class _ListScheduler:
                 return
 
     def priority(self, unit: RankBlock) -> tuple[float, int, RankBlock] | None:
-        """Return the sort key of a pending operand, or None if its source does not have the operand yet.
+        """Return a pending operand's sort key, or None if the operand's source does not have the operand yet.
 
-        The first key is the number of products that the operand enables per second of link time. Products whose other
-        operand is neither present nor being sent count a tenth. The second key prefers blocks of the nearest owner.
+        The first key is the number of products that the operand enables per second of link time. A product counts as
+        only a tenth if its other operand is neither present nor being sent. The second key prefers blocks whose owner
+        is nearest.
         """
         rank, kind, block = unit
         if (self.source[unit], kind, block) not in self.arrival:
@@ -140,17 +141,17 @@ class _ListScheduler:
         return (rank - owner(block, self.blocks_per_rank)) % self.plan.size
 
     def link_free(self, src: int, dst: int) -> float:
-        """Return the tick when the links of both ranks become free."""
+        """Return the tick in which both ranks' links become free."""
         return max(self.link_out[src], self.link_in[dst])
 
     def occupy_links(self, move: Move, earliest: float) -> float:
-        """Occupy the links of both ranks for a move, and return the tick of arrival."""
+        """Occupy both ranks' links for a move, and return the tick in which the move arrives."""
         end = max(earliest, self.link_free(move.src, move.dst)) + self.costs.move(*move.unit) / self.costs.product
         self.link_out[move.src] = self.link_in[move.dst] = end
         return round(end, 9)
 
     def start_product(self, rank: int, tick: int) -> None:
-        """Start the most urgent product whose operands are present, if any."""
+        """Start the most urgent product whose operands are present, if there is one."""
         never = float("inf")
         ready = [
             pair
@@ -190,7 +191,7 @@ class _ListScheduler:
                     self.arriving[tick + ticks].append((dst, kind, block))
 
     def emit(self, ticks: int) -> Plan:
-        """Return the plan of the recorded moves, products and results, with one step per tick."""
+        """Return the plan with the recorded moves, products and results, with one step per tick."""
         steps: list[list[dict[str, list]]] = [
             [{"moves": [], "computes": [], "results": []} for _ in range(ticks)] for _ in range(self.plan.size)
         ]
@@ -211,7 +212,7 @@ class _ListScheduler:
 
 
 def _products(plan: Plan, needed: BlockMask) -> list[set[tuple[int, int]]]:
-    """Return the needed (q block, kv block) products of each rank."""
+    """Return the (q block, kv block) products that are needed on each rank."""
     products: list[set[tuple[int, int]]] = [set() for _ in range(plan.size)]
     for steps in plan.ranks:
         for compute in (compute for step in steps for compute in step.computes):
@@ -224,8 +225,8 @@ def _next_ranks(
 ) -> dict[RankBlock, int]:
     """Return the receiver of each result that is sent to another rank.
 
-    The receiver is the owner of the result's block. If direct results would make a rank receive more bytes than in the
-    plan, the receiver is the next rank on the plan's route.
+    The receiver is the owner of the result's block. If a rank would then receive more bytes than in the plan, the
+    receiver is instead the next rank on the plan's route.
     """
     target = {unit: owner(unit[2], plan.blocks_per_rank) for unit in results}
     planned = {
@@ -245,23 +246,24 @@ def _next_ranks(
     for unit in results:
         rank, kind, block = unit
         while rank != target[unit] and (rank := planned[rank, kind, block]) != target[unit]:
-            if (rank, kind, block) in results:  # this rank adds its own result; ranks in between are skipped
+            # this rank adds its own result; ranks in between that add nothing are skipped
+            if (rank, kind, block) in results:
                 break
         target[unit] = rank
     return target
 
 
 def _foreign_operands(products: list[set[tuple[int, int]]], blocks_per_rank: int) -> set[RankBlock]:
-    """Return the operands of each rank's products that belong to other ranks."""
+    """Return the operands in each rank's products that belong to other ranks."""
     units = {(r, kind, b) for r, pairs in enumerate(products) for q, kv in pairs for kind, b in (("q", q), ("kv", kv))}
     return {unit for unit in units if unit[0] != owner(unit[2], blocks_per_rank)}
 
 
 def _sources(plan: Plan, wanted: set[RankBlock]) -> dict[RankBlock, int]:
-    """Return the sender of each operand, as in the plan.
+    """Return each operand's sender in the plan.
 
-    The blocks of a gather are passed around a ring of the gather's members. A rank that only forwards an operand has an
-    entry too.
+    Gathered blocks are passed around a ring of the gather's members. The result also has an entry for each rank that
+    only forwards an operand.
     """
     source: dict[RankBlock, int] = {}
     for rank, steps in enumerate(plan.ranks):
@@ -273,7 +275,7 @@ def _sources(plan: Plan, wanted: set[RankBlock]) -> dict[RankBlock, int]:
                 for block in move.key:
                     source.setdefault((rank, move.kind, block), move.src)
     reached: set[RankBlock] = set()
-    for rank, kind, block in wanted:  # includes ranks that forward the block
+    for rank, kind, block in wanted:  # includes ranks that only forward the block
         while rank != owner(block, plan.blocks_per_rank) and (rank, kind, block) not in reached:
             reached.add((rank, kind, block))
             rank = source[rank, kind, block]

@@ -1,9 +1,9 @@
 """Simulate programs under a cost model, and return a timeline.
 
-The simulator needs no processes or tensors. In the simulation, a rank does one thing at a time. Transfers over
-different links run in parallel, and a link carries one transfer at a time. A transfer starts when both ends have posted
-it and all its links are free. `Costs` defines all durations: each rank has one link in and one link out, and only
-products and transfers take time.
+The simulator uses neither processes nor tensors. A simulated rank does one thing at a time. Transfers over different
+links run in parallel, and each link carries one transfer at a time. A transfer starts when both ends have posted it and
+all its links are free. `Costs` defines all durations: each rank has one link in and one link out, and only products and
+transfers take time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Start = op.GatherStart | op.ScatterStart | op.ExchangeStart
 class TransferTime(NamedTuple):
     """Duration of a transfer."""
 
-    links: tuple[tuple[Link, float], ...]  # each link that is occupied, and for how many seconds
+    links: tuple[tuple[Link, float], ...]  # links that are occupied, each with the number of seconds
     seconds: float  # from start to arrival
 
 
@@ -39,17 +39,17 @@ class CollectiveTimes(NamedTuple):
     """Duration of a collective."""
 
     links: tuple[tuple[Link, float], ...]  # each link that is occupied, and for how many seconds
-    seconds: tuple[float, ...]  # from start to end on each member, in member order
+    seconds: tuple[float, ...]  # from start to end, for each member in order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs with one link in and one link out per rank, in which only products and transfers take time."""
+    """Costs for ranks with one inward and one outward link each. Only products and transfers take time."""
 
-    transfer: Mapping[str, float]  # seconds to move one block, by kind
-    product: float  # seconds of one (q block, kv block) product without a mask
+    transfer: Mapping[str, float]  # number of seconds to move one block, by kind
+    product: float  # number of seconds for one (q block, kv block) product without a mask
     weight: Callable[[int, int], float] = lambda q, kv: 1.0  # visible fraction of a product
-    # seconds to receive the tensors of an exchange of heads from all other members
+    # number of seconds to receive the tensors of a head exchange from all other members
     exchange: Callable[[HeadExchange], float] = lambda exchange: 0.0
 
     def compute(self, q: Key, kv: Key) -> float:
@@ -66,7 +66,7 @@ class Costs:
         return TransferTime(((("out", src), seconds), (("in", dst), seconds)), seconds)
 
     def collective_times(self, start: Start) -> CollectiveTimes:
-        """Return the times of a collective, which occupies each member's links until the member has its data."""
+        """Return the times of a collective. A collective occupies each member's links until the member has its data."""
         if isinstance(start, op.ExchangeStart):
             seconds: tuple[float, ...] = (self.exchange(start.exchange),) * len(start.ranks)
         else:
@@ -78,18 +78,20 @@ class Costs:
         )
 
     def balanced(self, plan: Plan) -> Costs:
-        """Return costs with products scaled so that the busiest rank computes as long as the busiest link receives."""
+        """Return costs with products scaled so that the busiest rank spends as long on computation as the busiest link
+        spends on receiving.
+        """
         unit = dataclasses.replace(self, product=1.0)
         return dataclasses.replace(self, product=communication(plan, self) / computation(plan, unit))
 
 
 def computation(plan: Plan, costs: Costs) -> float:
-    """Return the seconds of products on the busiest rank."""
+    """Return the number of seconds that the busiest rank spends on products."""
     return max(sum(costs.compute(c.q, c.kv) for step in steps for c in step.computes) for steps in plan.ranks)
 
 
 def communication(plan: Plan, costs: Costs) -> float:
-    """Return the seconds for which the busiest inward link is occupied, including exchanges of heads."""
+    """Return the number of seconds for which the busiest inward link is occupied, including head exchanges."""
     inward = inward_fields(plan.direction, True, SavedForBackward.QKV_AND_OUT, KV)
     exchanges = [HeadExchange(0, True, fields) for fields in inward]
     exchanges += [HeadExchange(0, False, fields) for fields in outward_fields(plan.direction, False, KV)]
@@ -97,19 +99,19 @@ def communication(plan: Plan, costs: Costs) -> float:
 
 
 class HeadSplit(NamedTuple):
-    """Division of a call's heads among Ulysses ranks and into head chunks."""
+    """Division of a call's heads among Ulysses ranks and head chunks."""
 
     ulysses_size: int = 1
     head_chunks: int = 1
     saved: SavedForBackward = SavedForBackward.QKV_AND_OUT
-    overlap: bool = False  # whether the exchanges of a head chunk overlap with another head chunk's computation
+    overlap: bool = False  # whether a head chunk's exchanges overlap with another head chunk's computation
 
 
 UNSPLIT = HeadSplit()
 
 
 def programs_of(plan: Plan, head_split: HeadSplit = UNSPLIT) -> list[Program]:
-    """Return the programs of all CP ranks, for results that are sent in accum_dtype.
+    """Return the programs of all CP ranks, with results sent in accum_dtype.
 
     The programs belong to one Ulysses rank, because all Ulysses ranks do the same work at the same time. All head
     chunks run the same program.
@@ -128,7 +130,7 @@ def programs_of(plan: Plan, head_split: HeadSplit = UNSPLIT) -> list[Program]:
 
 
 def _with_local_exchanges(program: Program) -> Program:
-    """Return the program with head exchanges that do not wait for other ranks."""
+    """Return the program with its head exchanges modified so that they do not wait for other ranks."""
     code = (
         instruction._replace(ranks=(program.rank,)) if isinstance(instruction, op.ExchangeStart) else instruction
         for instruction in program.code
@@ -137,10 +139,11 @@ def _with_local_exchanges(program: Program) -> Program:
 
 
 def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
-    """Return the timeline of all ranks, in order of time, where `programs[r]` is the program of rank r.
+    """Return the timeline of all ranks in chronological order. `programs[r]` is rank r's program.
 
-    The rank with the earliest time is advanced next. Transfers occupy links in the order in which both ends have posted
-    them. Among transfers posted at the same time, the transfer that comes first in its program has priority.
+    The rank with the earliest time is always advanced next. Transfers occupy links in the order in which they were
+    posted by both ends. Among transfers posted at the same time, the transfer that comes first in its program has
+    priority.
     """
     return _Simulation(programs, costs).run()
 
@@ -154,19 +157,21 @@ class _Simulation:
     def __init__(self, programs: Sequence[Program], costs: Costs) -> None:
         self.programs, self.costs, size = programs, costs, len(programs)
         self.at, self.now = [0] * size, [0.0] * size
-        self.link_free: dict[Link, float] = defaultdict(float)  # time when a link becomes free
-        self.running = [(0.0, 0, rank) for rank in range(size)]  # heap of (now, at, rank) for ranks that do not wait
+        self.link_free: dict[Link, float] = defaultdict(float)  # time at which a link becomes free
+        # heap of (now, at, rank) for ranks that are not waiting
+        self.running = [(0.0, 0, rank) for rank in range(size)]
         self.waiting: set[int] = set()
-        # (transfer, end) -> (time, index) of each post that is not matched by the other end
+        # maps (transfer, end) to the (time, index) of each post that the other end has not matched
         self.posted: dict[tuple[Name, int], deque[tuple[float, Index]]] = defaultdict(deque)
-        # collective -> (time, instruction) of each member that has joined
+        # maps a collective to the (time, instruction) of each member that has joined
         self.joined: dict[Name, list[tuple[float, int]]] = defaultdict(list)
         # heap of transfers posted by both ends: (time, indices, ranks, number), and a function that starts the transfer
         self.ready: list[tuple[tuple, Callable[[], None]]] = []
         self.number = itertools.count()
-        self.ended: dict[Name, list[float]] = defaultdict(list)  # transfer -> end times, in order
-        self.expected: dict[Name, int] = defaultdict(int)  # transfer -> number of posts by the receiver
-        self.due: dict[tuple[int, int], list[tuple[Name, int, str]]] = {}  # (rank, ticket) -> transfers to wait for
+        self.ended: dict[Name, list[float]] = defaultdict(list)  # maps a transfer to its end times, in order
+        self.expected: dict[Name, int] = defaultdict(int)  # maps a transfer to the receiver's number of posts
+        # maps (rank, ticket) to the transfers to wait for
+        self.due: dict[tuple[int, int], list[tuple[Name, int, str]]] = {}
         self.events: list[Event] = []
 
     def run(self) -> Timeline:
@@ -221,7 +226,7 @@ class _Simulation:
         return name, self.expected[name] - 1, label
 
     def spend(self, rank: int, kind: str, seconds: float, label: str) -> None:
-        """Add an event with this duration to a rank."""
+        """Add an event of this duration to a rank."""
         if seconds > 0:
             self.events.append(Event(rank, kind, self.now[rank], self.now[rank] + seconds, label))
             self.now[rank] += seconds
@@ -229,7 +234,7 @@ class _Simulation:
     def post(self, name: Name, end: int, transfer: Transfer, index: Index) -> None:
         """Post one end of a transfer (0 sends, 1 receives).
 
-        The transfer can start when the other end is also posted.
+        The transfer can start when the other end has also been posted.
         """
         src, dst, _ = name
         now = self.now[(src, dst)[end]]
@@ -257,7 +262,7 @@ class _Simulation:
         return start
 
     def join(self, rank: int, instruction: Start) -> None:
-        """Add a rank to a collective, which starts when all members have joined and the collective's links are free."""
+        """Add a rank to a collective. The collective starts when all members have joined and its links are free."""
         ranks, label = instruction.ranks, label_of(instruction)
         name = ranks, label, type(instruction).__name__
         self.due[rank, instruction.ticket] = [self.expect((*name, rank), label)]

@@ -1,7 +1,8 @@
-"""Schedules stored as plan files, which `show --plan` prints and the setting `"file:PATH"` reads.
+"""Schedules stored as plan files. `show --plan` prints plans in this format, and the setting `"file:PATH"` reads them.
 
-A file contains one plan per direction: a header, and a row for each step with a column for each rank. Two or more
-spaces separate columns, and "#" begins a comment line. docs/choosing_settings.md explains the actions.
+A file contains one plan per direction. A plan consists of a header and one row per step, with one column per rank.
+Columns are separated by two or more spaces, and comment lines begin with "#". docs/choosing_settings.md explains the
+actions.
 
     mine forward, 2 ranks
     step  rank 0                      rank 1
@@ -36,7 +37,7 @@ from ..core.compiler.sharding.shards import EvenShards
 from .validate import validate
 
 FILE = "file:"  # prefix of the setting
-MOST_RANKS = 1024  # maximum number of ranks of a plan in a file
+MOST_RANKS = 1024  # maximum number of ranks in a plan file
 HEAD = re.compile(r"(\S.*) (forward|backward), (\d{1,4}) ranks(?:, (\d{1,4}) blocks each)?")
 KEY = r"\((\d{1,6}(?:,\d{1,6})*)\)"
 ACTION = re.compile(rf"(q|kv|out|dq|dkv){KEY}(?:\*kv{KEY}|([<>])(\d{{1,4}})(?:\+(\d{{1,6}}))?|([@%]))")
@@ -46,7 +47,7 @@ def parse(text: str) -> dict[str, Plan]:
     """Return the plans in a file's text, by direction.
 
     Raises:
-        PlanError: If the text does not contain two plans; the message shows and marks the invalid line.
+        PlanError: The text does not contain two valid plans. The message shows and marks the invalid line.
     """
     lines = [line.rstrip() for line in text.splitlines() if not line.startswith("#")]
     tables = [[*table] for filled, table in itertools.groupby(lines, bool) if filled]
@@ -118,18 +119,18 @@ def _key(text: str) -> Key:
 
 
 def read(name: str, schedules: Iterable[Schedule]) -> Schedule:
-    """Return the schedule of a plan file.
+    """Return the schedule in a plan file.
 
-    The schedule supports the layouts under which its plans compute all products visible under a causal mask, in the
-    order of `schedules`.
+    The schedule supports the layouts for which its plans compute all products visible under a causal mask. The layouts
+    are in the order of `schedules`.
 
     Args:
         name: "file:PATH".
         schedules: Schedules whose layouts are tried.
 
     Raises:
-        ConfigError: If the file cannot be read.
-        PlanError: If a plan would hang or compute something other than attention; see `parse` and `validate`.
+        ConfigError: The file cannot be read.
+        PlanError: A plan would hang or compute something other than attention; see `parse` and `validate`.
     """
     place = f"{SECTION}.schedule {name}"
     try:
@@ -174,13 +175,13 @@ def read(name: str, schedules: Iterable[Schedule]) -> Schedule:
 
 
 def _computed(plan: Plan) -> set[tuple[int, int]]:
-    """Return the (q block, kv block) products of a plan."""
+    """Return the (q block, kv block) products in a plan."""
     computes = [compute for steps in plan.ranks for step in steps for compute in step.computes]
     return {pair for compute in computes for pair in itertools.product(compute.q, compute.kv)}
 
 
 def _layouts(plans: Mapping[str, Plan], schedules: Iterable[Schedule]) -> tuple[str, ...]:
-    """Return the layouts under which all plans cover a causal mask, or raise PlanError if there is none."""
+    """Return the layouts for which all plans cover a causal mask. Raise PlanError if there is no such layout."""
     size, blocks = plans["forward"].size, plans["forward"].blocks
     computed = _computed(plans["forward"]) & _computed(plans["backward"])
     shapes = [schedule.at(size, options) for schedule in schedules for options in schedule.shapes(size)]
@@ -199,14 +200,15 @@ def _layouts(plans: Mapping[str, Plan], schedules: Iterable[Schedule]) -> tuple[
 
 
 def _axes(plans: Mapping[str, Plan]) -> tuple[Axes, tuple[str, ...]]:
-    """Return the axes of a grid of ranks that contains all collectives, and the names of the axes with collectives.
+    """Return the axes of a rank grid that contains all collectives, and the names of the axes along which collectives
+    run.
 
     Process groups are created along the axes, which are the same on all ranks.
     """
     size = plans["forward"].size
     steps = [step for plan in plans.values() for ranks in plan.ranks for step in ranks]
     groups = {action.ranks for step in steps for action in (*step.gathers, *step.reduces)}
-    # size of groups by the distance between neighbors
+    # maps the distance between neighbors to the group size
     lengths = {ranks[1] - ranks[0]: len(ranks) for ranks in groups if len(ranks) > 1}
     axes: list[tuple[str, int]] = []
     stride = 1

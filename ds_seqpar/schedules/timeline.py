@@ -1,4 +1,4 @@
-"""Timeline of simulated ranks: events, their durations, and a trace for Perfetto."""
+"""Timeline of simulated ranks, with events, their durations, and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..base.files import write_text
 
-# track of a rank for each kind of event
+# a rank's track for each kind of event
 TRACKS = {
     "product": "compute",
     "merge": "compute",
@@ -28,7 +28,7 @@ class Event:
     """Activity of `rank` from `start` to `end`, in seconds.
 
     The kinds are "product", "merge", "copy", "post" (messages and collectives are started), "wait", "move" (a message
-    or a shard of a collective arrives) and "exchange" (tensors of other Ulysses ranks arrive).
+    or a shard of a collective arrives) and "exchange" (tensors from other Ulysses ranks arrive).
     """
 
     rank: int  # SP rank
@@ -67,16 +67,16 @@ class Timeline:
     def save(self, file: str | Path, title: str = "") -> None:
         """Write a JSON file in Chrome's trace event format, for ui.perfetto.dev.
 
-        Each rank is a process ("pid", named by an event "M"). The tracks of a rank are "compute" and "receive", with a
-        "receive 2" if messages overlap. Each `Event` becomes a complete event ("X"), with times in microseconds and the
+        Each rank is a process ("pid", named by an event "M"). A rank's tracks are "compute" and "receive", plus
+        "receive 2" if messages overlap. Each `Event` becomes a complete event ("X") with times in microseconds and the
         kind as "cat".
 
         Args:
             file: Path of the JSON file.
-            title: Text before the rank number in the name of each rank.
+            title: Text that precedes the rank number in each rank's name.
 
         Raises:
-            ConfigError: If the file cannot be written.
+            ConfigError: The file cannot be written.
         """
         events: list[dict[str, object]] = []
         for pid, rank in enumerate(self.ranks):
@@ -86,7 +86,7 @@ class Timeline:
 
 
 def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:
-    """Return (lane, event) pairs by start time, with each event in the first free lane."""
+    """Return (lane, event) pairs sorted by start time, with each event in the first free lane."""
     placed, ends = [], list[float]()
     for event in sorted(events, key=lambda event: (event.start, event.end)):
         lane = next((lane for lane, end in enumerate(ends) if end <= event.start), len(ends))
@@ -98,7 +98,7 @@ def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:
 def _process(timeline: Timeline, rank: int, pid: int) -> list[dict[str, object]]:
     events, tid = [], 0
     for track in ("compute", "receive"):
-        # activities of a rank never overlap, but messages do, which a single track cannot show
+        # a rank's activities never overlap, but its messages do, which a single track cannot show
         placed = lanes(timeline.of(rank, *(kind for kind, on in TRACKS.items() if on == track)))
         count = 1 + max((lane for lane, _ in placed), default=-1)
         for lane in range(count):

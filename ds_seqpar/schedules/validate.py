@@ -1,6 +1,6 @@
 """Check plans without processes or tensors.
 
-Plans from files are always checked. Plans that schedules build are checked in tests and in `show`.
+Plans from files are always checked. Plans built by schedules are checked in tests and in `show`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Products = set[tuple[int, int]]  # (q block, kv block)
 
 
 def validate(plan: Plan, needed: Iterable[tuple[int, int]]) -> None:
-    """Check that a plan computes every needed product and delivers all data.
+    """Check that a plan computes all needed products and delivers all data.
 
     - Every needed (q block, kv block) product is computed exactly once.
-    - Every operand is present when used, and arrives only once.
-    - Every send is received in the same step, and the members of a collective agree on its order.
+    - Every operand is present when it is used, and arrives only once.
+    - Every send is received in the same step, and the members of a group run their collectives in the same order.
     - Every accumulator ends up merged on its owner and nowhere else.
 
     Raises:
-        PlanError: If the plan violates one of these conditions.
+        PlanError: The plan violates one of these conditions.
     """
     validator = _Validator(plan, set(needed))
     for rank, steps in enumerate(plan.ranks):
@@ -40,7 +40,7 @@ def validate(plan: Plan, needed: Iterable[tuple[int, int]]) -> None:
 
 
 class _Validator:
-    """Checks all ranks of a plan step by step."""
+    """Checks all ranks in a plan step by step."""
 
     def __init__(self, plan: Plan, needed: Products) -> None:
         self.plan, self.needed, self.kinds = plan, needed, ACCUMULATORS[plan.direction]
@@ -49,7 +49,7 @@ class _Validator:
             {(kind, (block,)) for kind in OPERANDS for block in self.owned(rank)} for rank in range(plan.size)
         ]
         self.results: list[dict[Unit, Products]] = [defaultdict(set) for _ in range(plan.size)]
-        # step -> operands due at the end of the step; step -> results due in the step
+        # maps a step to the operands due at its end, and to the results due in the step
         self.arriving: dict[int, list[Move]] = defaultdict(list)
         self.merging: dict[int, list[tuple[Move, Products]]] = defaultdict(list)
         self.done: Products = set()
@@ -77,10 +77,11 @@ class _Validator:
                     self.fail(rank, f"{action} is due within {action.within} steps, before it was sent")
 
     def check_matched(self, steps: tuple[Step, ...]) -> None:
-        """Check that actions of several ranks occur in the same step and the same order on all ranks involved.
+        """Check that actions that involve several ranks occur in the same step and the same order on all of these
+        ranks.
 
         The order must be the same for each pair of ranks in each direction, and for each group. Posts in program order
-        therefore match, and no message reaches the wrong buffer.
+        therefore match, and no message ends up in the wrong buffer.
         """
         for field in ("gathers", "moves", "results", "reduces"):
             orders: list[dict[Key, list[Action]]] = [defaultdict(list) for _ in steps]
@@ -169,7 +170,7 @@ class _Validator:
                 self.results[member][reduce.kind, key] |= {p for p in products if p[reduce.kind == "dkv"] in key}
 
     def check_results(self) -> None:
-        """Fail unless every needed product is done and is contained only in its owners' results."""
+        """Raise an error unless every needed product was computed and is contained only in its owners' results."""
         for due in sorted(self.merging):
             self.merge(due)
         if missing := self.needed - self.done:

@@ -1,4 +1,6 @@
-"""Rules for torch functions that can run on a rank's shard of a whole tensor. Other functions gather the whole tensor.
+"""Rules for torch functions that can run on a rank's shard of a whole tensor.
+
+All other functions gather the whole tensor.
 
 A rule receives an operator and its arguments by name. The rule returns the operator's result, or None if the operator
 needs the whole tensor.
@@ -41,7 +43,7 @@ def _by_token(func: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _reshaped(func: Any, arguments: dict[str, Any]) -> Any:
-    """Reshape a tensor if rows and tokens are unchanged, flattened into one dim, or unflattened into two."""
+    """Reshape a tensor if rows and tokens stay unchanged, are flattened into one dim, or are unflattened."""
     x, size = arguments["self"], list(arguments.get("size", ()))
     if -1 in size:
         others = -torch.Size(size).numel()
@@ -65,10 +67,10 @@ def _new(func: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _nll_loss(func: Any, arguments: dict[str, Any]) -> Any:
-    """Compute the negative log likelihood, with which cross entropy selects each token's loss from log-probabilities.
+    """Compute the negative log likelihood, by which cross entropy selects each token's loss from log-probabilities.
 
-    The log-probabilities have the shape (rows * tokens, classes). For the sum or the mean, only one number per token is
-    gathered.
+    The log-probabilities have the shape (rows * tokens, classes). For the sum or the mean, ranks gather only one number
+    per token.
     """
     x, reduction = arguments["self"], arguments["reduction"]
     if (
@@ -80,7 +82,7 @@ def _nll_loss(func: Any, arguments: dict[str, Any]) -> Any:
     ):
         return None
     if x.device.type == "cpu" and _has_wrong_class(arguments["target"], x.shape[1], arguments["ignore_index"]):
-        return None  # on the whole tensor, all ranks raise torch's error
+        return None  # with the whole tensor, all ranks raise torch's error
     target = shard_of(arguments["target"], x.shard_spec, flat=True).flatten()
     on_shard = {**arguments, "self": x.shard.flatten(0, 1), "target": target}
     if func is aten.nll_loss_backward.default:
@@ -101,14 +103,14 @@ def _has_wrong_class(target: Tensor, classes: int, ignored: int) -> bool:
 
 
 def _on_shards(func: Any, arguments: dict[str, Any], like: WholeTensor) -> Any:
-    """Run an operator on this rank's shards of its arguments. Return WholeTensors sharded as `like`."""
+    """Run an operator on this rank's shards of the arguments. Return WholeTensors that are sharded like `like`."""
     shards = tree_map(lambda x: _shard_like(x, like) if isinstance(x, Tensor) else x, arguments)
     result, base = func(**shards), like if func.is_view else None
     return tree_map(lambda x: WholeTensor(x, like.shard_spec, like.flat, base) if isinstance(x, Tensor) else x, result)
 
 
 def _can_be_sharded_like(x: Tensor, like: WholeTensor) -> bool:
-    """Return whether x has the same rows and tokens as `like`, or broadcasts over them."""
+    """Return whether x has the same rows and tokens as `like`, or broadcasts over rows and tokens."""
     if isinstance(x, WholeTensor):
         return x.dim() == like.dim() and x.is_like(like)
     missing = like.dim() - x.dim()

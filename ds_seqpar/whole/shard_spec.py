@@ -1,4 +1,4 @@
-"""How a whole-sequence tensor is sharded over ranks, and gathered from the shards."""
+"""Specify how a whole-sequence tensor is sharded across ranks, and gather the tensor from its shards."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..data.sharding import Sharding, assembled, order_of
 from ..guards.agreement import ALL
 
 Chosen = range | tuple[int, ...]  # in ascending order
-LARGE = 2**30  # bytes; a larger gather warns
+LARGE = 2**30  # size in bytes above which a gather logs a warning
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ShardSpec:
-    """How a tensor (rows, tokens, ...) is sharded over the ranks of a group.
+    """Specification of how a tensor (rows, tokens, ...) is sharded across the ranks of a group.
 
     A rank's shard has the shape (rows, local tokens, ...) or, if `joined`, (1, local tokens, ...).
     """
@@ -30,16 +30,16 @@ class ShardSpec:
     tokens: int  # tokens per row
     placement: BatchLayout | None  # placement of the batch
     name: str  # name of the tensor in messages
-    key: Hashable  # equal if ranks hold the same tokens of a row; if joined, of all rows
+    key: Hashable  # equal if ranks hold the same tokens of a row or, if joined, of all rows
     narrowed_from: tuple[ShardSpec, range, Chosen] | None = None  # (wider spec, selected rows, selected tokens)
 
     @classmethod
     def of(cls, sp: Sharding, rows: int, tokens: int, placement: BatchLayout | None, name: str) -> ShardSpec:
-        """Return the ShardSpec of a sharded batch with the given rows and tokens."""
+        """Return the ShardSpec for a sharded batch with the given rows and tokens."""
         return cls(sp=sp, rows=rows, tokens=tokens, placement=placement, name=name, key=("whole", tokens, placement))
 
     def named(self, name: str) -> ShardSpec:
-        """Return the same ShardSpec under another tensor name."""
+        """Return the same ShardSpec with another tensor name."""
         return dataclasses.replace(self, name=name)
 
     def is_like(self, other: ShardSpec) -> bool:
@@ -63,15 +63,17 @@ class ShardSpec:
         return whole.index_select(1, self._local(whole.device))
 
     def gathered(self, shard: Tensor) -> Tensor:
-        """Return the whole tensor (rows, tokens, ...) from all ranks' shards. Collective over the ranks of the
-        sequence.
+        """Return the whole tensor (rows, tokens, ...) from all ranks' shards.
+
+        The call is collective across the ranks that share the sequence.
 
         Args:
             shard: This rank's shard (rows or 1, local tokens, ...).
 
         Raises:
-            DisagreementError: A rank of the sequence makes a different call; raised on all ranks of the sequence.
-            CommunicationError: A rank of the sequence does not join the gather.
+            DisagreementError: One of the ranks that share the sequence makes a different call. Raised on all these
+                ranks.
+            CommunicationError: One of the ranks that share the sequence does not join the gather.
         """
         shape = (self.rows, self.tokens, *shard.shape[2:])
         call = f"gather of whole {self.name}, which all ranks must make"
@@ -89,10 +91,9 @@ class ShardSpec:
     def narrow(
         self, rows: slice, tokens: slice | tuple[int, ...], device: torch.device | str = "cpu"
     ) -> tuple[ShardSpec, Tensor]:
-        """Return the ShardSpec of selected rows and tokens, and the indices of the selected tokens in this rank's
-        shard.
+        """Return the ShardSpec for selected rows and tokens, and the selected tokens' indices in this rank's shard.
 
-        Unless `joined`, a shard contains all rows, and the caller must slice them.
+        Unless `joined`, a shard contains all rows, and the caller must slice the rows.
 
         Args:
             rows: The selected rows.
@@ -113,13 +114,13 @@ class ShardSpec:
         return self.sp.layout_tensors.get(("local", self.key), device, lambda: self._positions(self.sp.rank))
 
     def _positions(self, rank: int) -> Tensor:
-        """Return the positions of a rank's tokens in a row; if joined, `row * tokens + token`."""
+        """Return the positions of a rank's tokens in a row. If joined, the positions are `row * tokens + token`."""
         if self.narrowed_from is not None:
             return (narrowed := self._narrowed(rank))[narrowed >= 0]
         return self.sp.held(self.tokens, self.placement or self.sp.place(self.tokens), rank)
 
     def _narrowed(self, rank: int) -> Tensor:
-        """Return, for each of a rank's tokens in the wider tensor, its position in the narrowed tensor, or -1."""
+        """Return the position in the narrowed tensor, or -1, of each of a rank's tokens in the wider tensor."""
         assert self.narrowed_from is not None
         wide, rows, tokens = self.narrowed_from
         positions = wide._positions(rank)
@@ -132,7 +133,7 @@ class ShardSpec:
 
 
 def _index_in(chosen: Chosen, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each number within `chosen`, and whether `chosen` contains the number."""
+    """Return the index of each number in `chosen`, and whether `chosen` contains the number."""
     if isinstance(chosen, tuple):
         numbers = torch.tensor(chosen, device="cpu")
         index = torch.searchsorted(numbers, x).clamp(max=len(chosen) - 1)
@@ -143,7 +144,7 @@ def _index_in(chosen: Chosen, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def warn_of_size(name: str, gib: float) -> None:
-    """Warn once per process for each name and size (GiB)."""
+    """Log a warning once per process for each name and size (GiB)."""
     warnings.warn(
         f"whole {name} of {gib} GiB are gathered on every rank of a sequence: slice what is needed first, or work on "
         f"this rank's local shard, {name}.local (docs/own_loop.md)",

@@ -1,14 +1,14 @@
 """Tensors of whole sequences, whose tokens stay on the ranks that computed them until the values are read.
 
-To user code, a `WholeTensor` is the whole tensor: it has the whole shape, and every torch function returns the same
-result and gradients as on the whole tensor. Internally, a WholeTensor stores this rank's shard. Functions that process
-tokens independently run on the shard and return another WholeTensor; examples are conversions, arithmetic, softmax, and
-slices of rows and tokens. Any other function first gathers the whole tensor from all ranks of the sequence; the result
-is kept for later calls.
+To user code, a `WholeTensor` looks like the whole tensor. A `WholeTensor` has the whole shape, and every torch function
+returns the same result and gradients as for the whole tensor. Internally, a WholeTensor stores this rank's shard.
+Functions that process tokens independently run on the shard and return another WholeTensor. Examples are conversions,
+arithmetic, softmax, and slices of rows and tokens. Any other function first gathers the whole tensor from all ranks
+that share the sequence, and the gathered tensor is kept for later calls.
 
-All ranks of a sequence run the same computation on the whole tensor, so each rank receives the whole gradient. Backward
-selects this rank's shard of the gradient, and multiplies the shard by the number of ranks that share the sequence,
-because gradients are averaged over all ranks of the job.
+All ranks that share a sequence run the same computation on the whole tensor, so each rank receives the whole gradient.
+Backward selects this rank's shard of the gradient, and multiplies the shard by the number of ranks that share the
+sequence, because gradients are averaged over all ranks in the job.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from ..data.sharding import Sharding
 from ..guards.waits import explaining_failure
 from .shard_spec import ShardSpec
 
-Rule = Callable[[Any, dict[str, Any]], Any]  # (operator, arguments by name) -> result, or None to gather the whole
-RULES: dict[str, Rule] = {}  # operator name -> rule; filled by rules.py
+# given (operator, arguments by name), returns the result, or None to gather the whole
+Rule = Callable[[Any, dict[str, Any]], Any]
+RULES: dict[str, Rule] = {}  # rules by operator name; filled by rules.py
 
 
 class WholeTensor(Tensor):
-    """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank stores a shard."""
+    """A tensor of shape (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank stores a shard."""
 
     shard: Tensor  # (1 or rows, local tokens, ...), without autograd
     shard_spec: ShardSpec  # the assignment of tokens to ranks
@@ -49,7 +50,10 @@ class WholeTensor(Tensor):
     def __new__(
         cls: type[WholeTensor], shard: Tensor, shard_spec: ShardSpec, flat: bool = False, of: WholeTensor | None = None
     ) -> WholeTensor:
-        """Wrap this rank's shard. `of` is the WholeTensor that the new tensor is a view or a slice of."""
+        """Wrap this rank's shard.
+
+        If the new tensor is a view or a slice, `of` is the WholeTensor from which it was made.
+        """
         lead = (shard_spec.rows * shard_spec.tokens,) if flat else (shard_spec.rows, shard_spec.tokens)
         tensor = compat.make_wrapper(cls, (*lead, *shard.shape[2:]), dtype=shard.dtype, device=shard.device)
         tensor.shard, tensor.shard_spec, tensor.flat, tensor._gathered = shard, shard_spec, flat, None
@@ -60,12 +64,12 @@ class WholeTensor(Tensor):
 
     @property
     def placement(self) -> BatchLayout | None:
-        """The batch's placement, for `sp.gather` and `sp.shard`; None for the configured layout."""
+        """The batch's placement for `sp.gather` and `sp.shard`, or None for the configured layout."""
         return self.shard_spec.placement
 
     @property
     def local(self) -> Tensor:
-        """This rank's differentiable shard, (rows, local tokens, ...), or (1, local tokens, ...) if rows are
+        """This rank's differentiable shard (rows, local tokens, ...), or (1, local tokens, ...) if rows are
         concatenated.
 
         To train on the shards, compute a loss from `local` on every rank, and add up the losses with
@@ -74,14 +78,16 @@ class WholeTensor(Tensor):
         return _Local.apply(self)
 
     def whole(self) -> Tensor:
-        """Return the whole tensor, plain and differentiable. The first call is collective over the ranks of the
-        sequence.
+        """Return the whole tensor, plain and differentiable.
+
+        The first call is collective across the ranks that share the sequence.
         """
         return _Gathered.apply(self)
 
     def gathered(self) -> Tensor:
-        """Return the whole tensor, plain and without gradients. The first call is collective over the ranks of the
-        sequence.
+        """Return the whole tensor, plain and without gradients.
+
+        The first call is collective across the ranks that share the sequence.
         """
         if self._gathered is None:
             whole = self.shard_spec.gathered(self.shard)
@@ -90,11 +96,11 @@ class WholeTensor(Tensor):
 
     @property
     def lead(self) -> int:
-        """Number of leading dims for rows and tokens: 1 if flat, else 2."""
+        """The number of leading dims for rows and tokens, which is 1 if flat and 2 otherwise."""
         return 1 if self.flat else 2
 
     def is_like(self, other: WholeTensor) -> bool:
-        """Return whether each rank holds the same tokens of both tensors, and `flat` is the same."""
+        """Return whether each rank holds the same tokens of both tensors, and both have the same `flat`."""
         return self.shard_spec.is_like(other.shard_spec) and self.flat == other.flat
 
     @classmethod
@@ -128,7 +134,7 @@ class WholeTensor(Tensor):
             name = name.removesuffix("_")
             _check_change(changed)
         result, rule = None, RULES.get(name)
-        is_whole = all(x._gathered is not None for x in wholes(args, kwargs))  # the whole may have been modified
+        is_whole = all(x._gathered is not None for x in wholes(args, kwargs))  # the whole tensor may have been modified
         if rule is not None and not is_whole and (changed is None or changed._gathered is None):
             result = rule(func, _by_name(func, args, kwargs))
         if result is None:
@@ -137,9 +143,9 @@ class WholeTensor(Tensor):
 
 
 def whole_of(shard: Tensor, shard_spec: ShardSpec) -> WholeTensor:
-    """Return the differentiable WholeTensor of all ranks' shards.
+    """Return the differentiable WholeTensor for all ranks' shards.
 
-    Communication happens when the values are read, and in the backward pass.
+    Ranks communicate when the values are read, and in the backward pass.
 
     Args:
         shard: (rows, local tokens, ...), or (1, local tokens, ...) if rows are concatenated.
@@ -149,7 +155,9 @@ def whole_of(shard: Tensor, shard_spec: ShardSpec) -> WholeTensor:
 
 
 def whole_loss(sp: Sharding, local: Tensor) -> Tensor:
-    """Return the sum of the ranks' scalar shares of a loss. Collective over the ranks of a sequence, in backward too.
+    """Return the sum of the ranks' scalar shares of a loss.
+
+    The call and its backward pass are collective across the ranks that share a sequence.
 
     The gradient of a share is `size` times the gradient of the loss, because gradients are averaged over ranks.
 
@@ -161,7 +169,7 @@ def whole_loss(sp: Sharding, local: Tensor) -> Tensor:
 
 
 def shard_of(x: Tensor, shard_spec: ShardSpec, flat: bool = False) -> Tensor:
-    """Return this rank's shard of a plain tensor or WholeTensor. `flat` means that rows and tokens are one dim."""
+    """Return this rank's shard of a plain tensor or WholeTensor. `flat` means that rows and tokens form one dim."""
     if isinstance(x, WholeTensor):
         if x._gathered is None and x.shard_spec.is_like(shard_spec):
             return x.shard
@@ -181,12 +189,12 @@ class _FromShard(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.shard_spec.sp.calls.enter()  # otherwise, a rank that gathers now would hang
+        ctx.shard_spec.sp.calls.enter()  # otherwise, a rank that gathers at this point would hang
         return shard_of(grad, ctx.shard_spec) * ctx.shard_spec.sp.size, None
 
 
 class _Sum(Function):
-    """Sum the shares of a loss over the ranks of a sequence."""
+    """Sum the shares of a loss over the ranks that share a sequence."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, sp: Sharding) -> Tensor:
@@ -205,7 +213,7 @@ class _Sum(Function):
 
 
 class _Gathered(Function):
-    """Convert a WholeTensor to the whole as a plain tensor."""
+    """Convert a WholeTensor to the whole tensor as a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: WholeTensor) -> Tensor:
@@ -221,7 +229,8 @@ class _Gathered(Function):
 class _Local(Function):
     """Convert a WholeTensor to this rank's shard.
 
-    The backward pass divides by the number of ranks, because both `sum_over_ranks` and `_FromShard` multiply by it.
+    The backward pass divides by the number of ranks, because both `sum_over_ranks` and `_FromShard` multiply by that
+    number.
     """
 
     @staticmethod
@@ -236,7 +245,7 @@ class _Local(Function):
 
 
 class _Narrowed(Function):
-    """Slice rows and tokens of a WholeTensor; each rank keeps those of its tokens that the slice contains."""
+    """Slice rows and tokens of a WholeTensor. Each rank keeps those of its tokens that are in the slice."""
 
     @staticmethod
     def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
@@ -289,7 +298,7 @@ def _as_slice(index: Any, size: int) -> slice | None:
 def _check_change(x: Any) -> None:
     """Raise InputError if a view or slice, or a tensor with views or slices, is changed in place.
 
-    Views and slices do not share memory, so a change would affect only one of them.
+    Views and slices do not share memory, so a change would affect only one tensor.
     """
     if isinstance(x, WholeTensor) and (x.is_piece or any(piece() is not None for piece in x.pieces)):
         raise InputError(
@@ -299,7 +308,7 @@ def _check_change(x: Any) -> None:
 
 
 def _refuse_change(x: Any) -> NoReturn:
-    """Raise InputError, since a WholeTensor owns no memory that could be resized or replaced."""
+    """Raise InputError, since a WholeTensor has no memory that could be resized or replaced."""
     raise InputError(
         "a model's whole output cannot get another shape or other memory in place, nor be an out=; got one of "
         f"{x.shard_spec.name}, make a new tensor"
@@ -307,8 +316,9 @@ def _refuse_change(x: Any) -> NoReturn:
 
 
 def plain(x: Any) -> Any:
-    """Return `x.whole()` for a WholeTensor; return anything else unchanged. The first call for a WholeTensor is
-    collective.
+    """Return `x.whole()` for a WholeTensor, and return anything else unchanged.
+
+    The first call for a WholeTensor is collective.
     """
     return _Gathered.apply(x) if isinstance(x, WholeTensor) else x
 
@@ -318,7 +328,7 @@ def _gathered(x: Any) -> Any:
 
 
 def wholes(*arguments: Any) -> list[WholeTensor]:
-    """Return all WholeTensors in the arguments, including nested ones."""
+    """Return all WholeTensors in the arguments, including nested arguments."""
     return [x for x in tree_leaves(arguments) if isinstance(x, WholeTensor)]
 
 
@@ -333,11 +343,11 @@ MEMORY = """
     numpy tolist data_ptr storage untyped_storage __repr__ __format__ __reduce_ex__ __deepcopy__ __array__ __dlpack__
 """
 DATA = compat.tensor_data
-# functions that receive the whole as a plain tensor
+# functions that receive the whole tensor as a plain tensor
 PLAIN = {
     *(getattr(Tensor, name) for name in MEMORY.split()),
     DATA.__get__,
     *(f for of in (torch, Tensor) for f in (of.quantile, of.nanquantile)),  # change shapes in place
 }
-UNCHANGEABLE = {DATA.__set__}  # functions that raise
+UNCHANGEABLE = {DATA.__set__}  # functions that raise an error
 RESHAPING = {"resize_", "resize_as_", "set_"}  # change shapes in place, but lack the tag inplace_view

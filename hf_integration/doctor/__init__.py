@@ -1,1 +1,1 @@
-"""The doctor's checks of a transformers model: weights, loss and gradients of a small copy, and an optimizer step."""
+"""The doctor's checks for a transformers model: weights, a small copy's loss and gradients, and an optimizer step."""

@@ -1,4 +1,7 @@
-"""Check a transformers model: its weights on all ranks, and one training step of its small copy, unsplit and shared."""
+"""Check a transformers model.
+
+Compare its weights across ranks, and compare one training step of a small copy with and without sequence parallelism.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,23 @@ from ..look.small import small_copy, tokens_for
 from ..model.patch import patch_by, unpatch_attention
 from ..model.weights import fingerprint_of_bits, is_whole
 
-NOISE = 8  # the maximum difference of steps, as a multiple of the effect of rounding-sized noise on the embeddings
+NOISE = 8  # the maximum difference between steps, as a multiple of the effect of rounding-sized noise in the embeddings
 LEAST = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}  # the minimum tolerance
 RATE = 0.1  # the learning rate of the step, large enough to change 16-bit weights
 UNSURE = 1e-3  # steps are not compared for weights with gradients below this fraction of the maximum
 STEP, STEP_CHECK = "step of ", "optimizer step"
-# the keys of a DeepSpeed JSON that change gradients or steps
+# DeepSpeed JSON keys that change gradients or steps
 TRAINING = (
     "optimizer", "zero_optimization", "bf16", "bfloat16", "fp16", "gradient_clipping", "communication_data_type",
     "data_types", "prescale_gradients", "gradient_predivide_factor", "torch_autocast", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 )  # fmt: skip
-# the cause of a difference, by the first kind of batch that shows it
+# the cause of a difference, by the first kind of batch in which it appears
 CAUSES = {"padded": "padding is not masked: ", "packed": "documents are not kept apart: "}
 
 
 def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
-    """Compare shape, dtype, bits and trained status of every parameter and buffer across all ranks."""
+    """Compare the shape, dtype, bits and `requires_grad` of every parameter and buffer across all ranks."""
     fields, whole = dict[str, str](), sum(map(is_whole, job.model.parameters()))
     for name, x in (*job.model.named_parameters(), *job.model.named_buffers()):
         form = f"{'trained' if x.requires_grad else 'frozen'} {str(x.dtype).removeprefix('torch.')} {whole_shape(x)}"
@@ -58,7 +61,10 @@ def weights(job: Job) -> Generator[Any, list[Any], list[Finding]]:
 
 
 def loss_and_gradients(job: Job) -> list[Finding]:
-    """Compare a small fp32 copy, patched and unpatched: loss, outputs and all gradients, for three kinds of batches."""
+    """Compare a small fp32 copy, patched and unpatched.
+
+    The loss, outputs and all gradients are compared for three kinds of batches.
+    """
     model = unwrapped(job.model)
     model = model if is_plain_head(model) else model.base_model  # a custom loss may count padding
     facts = facts_of(model)
@@ -104,7 +110,7 @@ def step(job: Job) -> list[Finding]:
 
 
 def _content(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a DeepSpeed JSON that affects a step of the small copy."""
+    """Return the part of a DeepSpeed JSON that affects the small copy's step."""
     kept = without_auto({name: content[name] for name in TRAINING if name in content})
     optimizer = kept.get("optimizer") or {"type": "AdamW", "params": {"torch_adam": True}}
     kept["optimizer"] = {**optimizer, "params": {**optimizer.get("params", {}), "lr": RATE}}
@@ -116,12 +122,12 @@ def _content(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step(job: Job, content: dict[str, Any], shared: bool = False, noise: bool = False) -> dict[str, dict[str, Tensor]]:
-    """Return the loss of one step of a small copy, and the whole gradient and the change of each parameter.
+    """Return the loss of one step of a small copy, and each parameter's whole gradient and change.
 
     Args:
-        job: The job under examination.
+        job: The job to check.
         content: The DeepSpeed JSON.
-        shared: Whether groups share sequences; otherwise each rank computes the sequences of all groups.
+        shared: Whether groups share sequences. If not, each rank computes the sequences of all groups.
         noise: Whether to add noise to the embeddings, as large as the rounding error of their dtype.
     """
     model, sp = unwrapped(job.model), job.sp
@@ -165,7 +171,7 @@ CHECKS = (("weights", weights), ("loss and gradients", loss_and_gradients), (STE
 
 
 def shape_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the Job fields that depend on the model's attention."""
+    """Return the `Job` fields that depend on the model's attention."""
     text, numbers, lengths = text_config(model.config), heads(model), windows(model)
     head_dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // numbers[0]
     window = min((length for length in lengths if length is not None), default=None)
@@ -174,7 +180,10 @@ def shape_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def model_of(place: str | None, ranks: int) -> PreTrainedModel:
-    """Return a model on the meta device: built from a folder's config, or a Llama that `ranks` ranks can share."""
+    """Return a model on the meta device, built from the config in a folder.
+
+    Without a folder, return a Llama model that `ranks` ranks can share.
+    """
     q_heads = 8 * -(-ranks // 8)
     config = LlamaConfig(num_attention_heads=q_heads, num_key_value_heads=q_heads // 4, hidden_size=64, head_dim=64,
                          intermediate_size=128, vocab_size=256, num_hidden_layers=2)  # fmt: skip

@@ -1,1 +1,1 @@
-"""Generation with a patched model: prompts are sharded, and each rank stores part of the cache."""
+"""Generation with a patched model. Prompts are sharded, and each rank stores a part of the cache."""

@@ -2,12 +2,12 @@
 
 `past_key_values` remains a transformers DynamicCache, but its layers are replaced by `ShardedLayer`s. All layers share
 one `KeptTokens`, which records the number of tokens in each row and the rank that stores each token. A layer stores the
-tensors that reached its attention, with all key/value heads. Each rank therefore stores 1/size of the tokens under any
-schedule and any Ulysses size. Layers that gather keys store the gathered tensors of all tokens on every rank.
+keys and values that its attention received, for all key/value heads. Each rank therefore stores 1/size of the tokens,
+for any schedule and any Ulysses size. Layers that gather keys store the gathered tensors for all tokens on every rank.
 
 Rows with padding are compacted before sharding: a row's real tokens come first. Padding after the real tokens is
-computed but never attended to. Rows can therefore differ in their number of tokens, and in their number of keys on each
-rank.
+computed but never attended to. Rows can therefore have different numbers of tokens, and different numbers of keys on
+each rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ds_seqpar.core.compiler.sharding.shards import length
 from ..gathered_past import KEYS, Taken
 from ..look.facts import text_config
 
-ENTRIES = -1  # the index of the compressed entries among the tensors of one name
+ENTRIES = -1  # the tensor index under which compressed entries are stored
 BLOCK = 256  # the capacity of a rank's buffers is a multiple of this number of tokens
 SERVES = "a forward with a cache"
 
@@ -41,17 +41,17 @@ class Row:
     """The tokens of one row and the SP rank that stores each token. Rows of equal length share one `Row`."""
 
     tokens: int  # also the position of the next token
-    runs: tuple[Runs, ...]  # the runs of each SP rank, ascending
+    runs: tuple[Runs, ...]  # the runs of tokens on each SP rank, in ascending order
 
     def kept_before(self, rank: int, position: int) -> int:
-        """Return how many tokens a rank stores before a position."""
+        """Return the number of tokens before a position that a rank stores."""
         return sum(max(0, between(run, 0, position)[1][2]) for run in self.runs[rank])
 
     def kept(self, rank: int) -> int:
         return length(self.runs[rank])
 
     def kept_from(self, first: int) -> tuple[Runs, ...]:
-        """Return each rank's runs of the tokens from position `first` on, counted from `first`."""
+        """Return each rank's runs of tokens from position `first` on, with positions relative to `first`."""
         cut = [[between(run, first, self.tokens)[1] for run in runs] for runs in self.runs]
         return tuple(tuple(Run(a - first, step, n) for a, step, n in runs if n > 0) for runs in cut)
 
@@ -59,7 +59,7 @@ class Row:
         """Return the row extended by `tokens` tokens.
 
         Args:
-            runs: The runs of each rank, counted from the first new token.
+            runs: Each rank's runs of tokens, with positions relative to the first new token.
             tokens: The number of new tokens.
         """
         new = [[between(run, 0, tokens)[1] for run in of_rank] for of_rank in runs]
@@ -69,12 +69,12 @@ class Row:
 
 
 def slices_of(rows: Sequence[Row]) -> list[slice]:
-    """Return the slice of the batch dimension that each `Row` describes."""
+    """Return the slice of the batch dimension for each `Row`."""
     return [slice(None)] if len(rows) == 1 else [slice(i, i + 1) for i in range(len(rows))]
 
 
 def _joined(runs: Sequence[Run]) -> Runs:
-    """Merge ascending runs that continue one another in equal steps, such as every size-th decoded token of a rank."""
+    """Merge ascending runs that continue one another with equal steps, such as a rank's decoded tokens."""
     joined: list[Run] = []
     for run in runs:
         last = joined[-1] if joined else None
@@ -87,17 +87,17 @@ def _joined(runs: Sequence[Run]) -> Runs:
 
 
 class KeptTokens:
-    """The tokens that each rank stores in a cache. All ranks have equal copies of the `KeptTokens`.
+    """Record of the tokens that each rank stores in a cache. All ranks have equal copies of the record.
 
     Attributes:
         count: The number of rows.
-        rows: One `Row` for all rows, or one for each row if a row ever had padding.
+        rows: One `Row` for all rows, or one `Row` per row if any row has had padding.
         columns: The number of tokens of a row, including padding.
         real: (rows, columns) bool, on the CPU: whether each token is real. Trailing columns without padding may be
             missing. None if no column has padding.
-        inner: For each row, the number of padding columns between its tokens; empty until counted.
+        inner: The number of padding columns between each row's tokens. Empty until counted.
         turn: The number of decoded tokens so far. Ranks take turns storing decoded tokens.
-        order: A hash of all reorderings and selections of rows so far.
+        order: A hash of all row reorderings and selections so far.
         running: Whether a forward has begun and not yet ended.
     """
 
@@ -130,9 +130,9 @@ class KeptTokens:
 
 
 class Held:
-    """The keys and values of one attention on this rank: (rows, kv_heads, capacity, head_dim).
+    """The keys and values of one attention call on this rank: (rows, kv_heads, capacity, head_dim).
 
-    Windowed attention drops the tokens that no later query sees, so this rank's first `first` tokens are missing.
+    Windowed attention drops tokens that no later query sees, so this rank's first `first` tokens are missing.
     """
 
     def __init__(self) -> None:
@@ -140,14 +140,14 @@ class Held:
         self.first = 0
 
     def store(self, k: Tensor, v: Tensor, before: KeptTokens, after: Sequence[Row], lowest: Sequence[int]) -> None:
-        """Store new tokens, and drop the tokens before each row's position in `lowest`.
+        """Store new tokens, and drop the tokens before each row's position given by `lowest`.
 
         Args:
-            k: (rows, new tokens, kv_heads, head_dim), real tokens first in each row.
+            k: The keys (rows, new tokens, kv_heads, head_dim), with real tokens first in each row.
             v: The new tokens' values.
-            before: The tokens stored before the call.
-            after: The tokens stored after the call.
-            lowest: For each of `after`, the first position that later queries see.
+            before: The record of tokens stored before the call.
+            after: The record of tokens stored after the call.
+            lowest: The first position that later queries see, for each row in `after`.
         """
         rank = before.sp.rank
         old, new = [row.kept(rank) for row in before.rows], [row.kept(rank) for row in after]
@@ -156,7 +156,7 @@ class Held:
         first = min(row.kept_before(rank, position) for row, position in zip(after, lowest, strict=True))
         first = max(self.first, first)
         capacity, known = max(new) - first, self.keys.dim() == 4
-        # growing by a quarter lets the allocator reuse a freed buffer for the next layer's, slightly larger one
+        # growing by a quarter lets the allocator reuse a freed buffer for the next layer's slightly larger buffer
         capacity = -(-(capacity + capacity // 4 * known) // BLOCK) * BLOCK
         fits = known and max(new) - self.first <= self.keys.shape[2]
         frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()  # writable only in inference mode
@@ -173,7 +173,7 @@ class Held:
                 self.values[rows, :, place] = v[rows, skipped : b - a].transpose(1, 2)
 
     def _moved(self, kept: Tensor, x: Tensor, capacity: int, first: int, count: int) -> Tensor:
-        """Return a new buffer for x's heads with the stored tokens from this rank's token `first` on."""
+        """Return a new buffer for x's heads that contains this rank's stored tokens from `first` on."""
         moved = x.new_empty(x.shape[0], x.shape[2], capacity, x.shape[3])
         if kept.dim() == 4 and count > first:
             moved[:, :, : count - first] = kept[:, :, first - self.first : count - self.first]
@@ -194,13 +194,13 @@ class Held:
 
 
 class Replica:
-    """A module's cached tensors (rows, capacity, ...) for all tokens, by name. Every rank stores all tokens.
+    """A module's cached tensors (rows, capacity, ...), by name. Every rank stores all tokens.
 
     Args:
-        rate: The number of tokens that the module compresses into one entry, or 0 without compression.
+        rate: The number of tokens that the module compresses into one entry, or 0 if it does not compress.
 
     Attributes:
-        kept: The stored tensors, and the entries of compressed tokens.
+        kept: The stored tensors, and the compressed entries.
         first: The first token whose values are still stored, by name.
     """
 
@@ -215,7 +215,7 @@ class Replica:
 
     @property
     def bytes_per_token(self) -> float:
-        """The number of bytes that each further token of a row adds."""
+        """The number of bytes that each additional token of a row requires."""
         return sum(
             x.element_size() * x.shape[2:].numel() / (self.rate if name[1] == ENTRIES else 1)
             for name, x in self.kept.items()
@@ -223,8 +223,9 @@ class Replica:
         )
 
     def write(self, name: tuple[str, int], x: Tensor, rows: slice, count: int, at: int) -> Tensor:
-        """Store x (rows, n, ...) in the given rows from place `at` on. Return the rows' stored values up to the end of
-        x.
+        """Store x (rows, n, ...) in the given rows from index `at` on.
+
+        Return the rows' stored values up to the end of x.
         """
         end, kept = at + x.shape[1], self.kept.get(name)
         frozen = kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
@@ -234,11 +235,11 @@ class Replica:
         return self.kept[name][rows, :end]
 
     def drop(self, tokens: Sequence[int], window: int | None) -> None:
-        """Drop values that later tokens do not need: keys before a window, and values already compressed into entries.
+        """Drop keys before the window and values already compressed into entries, which later tokens do not need.
 
         Args:
             tokens: The number of tokens of each row.
-            window: The number of tokens that a query sees, or None for all.
+            window: The number of tokens that a query sees, or None if it sees all tokens.
         """
         compressed = {name for name, number in self.kept if number == ENTRIES}
         for name, number in [*self.kept]:
@@ -255,8 +256,9 @@ class Replica:
 
     @staticmethod
     def _moved(kept: Tensor, places: int) -> Tensor:
-        """Return a copy of the buffer with room for `places` tokens. A growing buffer reserves an extra quarter of
-        room.
+        """Return a copy of the buffer with room for `places` tokens.
+
+        A buffer that grows gets a quarter more capacity than it needs.
         """
         grown = places + places // 4 if kept.shape[1] else places
         moved = kept.new_empty(kept.shape[0], -(-grown // BLOCK) * BLOCK, *kept.shape[2:])
@@ -297,12 +299,12 @@ class KeptRows:
 
 
 class ShardedLayer(CacheLayerMixin):
-    """A layer of a sharded cache. Attention itself stores keys and values; `update` stores nothing."""
+    """A layer of a sharded cache. Attention stores the keys and values itself, so `update` stores nothing."""
 
     def __init__(self, kept: KeptTokens, is_first: bool) -> None:
         super().__init__()
         self.kept, self.is_first, self.is_initialized = kept, is_first, True
-        self.held: list[Held | Replica] = []  # one for each attention of the layer, in call order
+        self.held: list[Held | Replica] = []  # one for each attention call in the layer, in call order
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
@@ -338,8 +340,8 @@ class ShardedLayer(CacheLayerMixin):
         self._select(lambda rows: rows.repeat_interleave(repeats))
 
     def _select(self, choose: Callable[[Tensor], Tensor]) -> None:
-        """Keep the rows that `choose` selects."""
-        if self.held:  # another layer's rows may have changed already
+        """Keep only the rows that `choose` selects."""
+        if self.held:  # another layer's rows may already have changed
             chosen = choose(torch.arange(max(held.count for held in self.held), device="cpu"))
             for held in self.held:
                 held.select(chosen)
@@ -360,10 +362,10 @@ def kept_of(cache: object) -> KeptTokens | None:
 
 
 def sharded(cache: Any, config: Any, sp: SequenceParallel) -> KeptTokens:
-    """Return the KeptTokens of a cache. The layers of an empty DynamicCache are replaced first.
+    """Return the KeptTokens of a cache, after replacing the layers if the cache is an empty DynamicCache.
 
     Raises:
-        InputError: The cache is of another kind, or was filled by one rank or by ranks of another SequenceParallel.
+        InputError: The cache has an unsupported type, or was filled by a single rank or with another SequenceParallel.
     """
     if (kept := kept_of(cache)) is not None:
         if kept.sp is not sp:

@@ -1,10 +1,10 @@
-"""A forward with a sharded cache: a first prompt, a further prompt, or a decode step.
+"""Forwards with a sharded cache: the first prompt, a further prompt, or a decode step.
 
 Prompt tokens are sharded like an evaluation batch. The new tokens attend to one another with the configured schedule.
-Attention to the cached tokens uses a ring over all ranks of the sequence, in which either queries or keys travel. The
-attention results for new and cached tokens are then merged. In a decode step all ranks compute the one new token of
-each row, and each rank attends to its own part of the cache. Layers that gather keys continue from the tensors gathered
-so far, which every rank stores.
+Attention to the cached tokens uses a ring of all ranks that share the sequence, in which either queries or keys travel.
+The attention results for new and cached tokens are then merged. In a decode step, all ranks compute each row's new
+token, and each rank attends to its own part of the cache. Layers that gather keys use the tensors gathered so far,
+which every rank stores.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class CachedForward:
 
     Attributes:
         cache: The cache.
-        kept: The tokens stored before this forward; updated by `end`.
+        kept: The record of tokens stored before this forward, updated by `end`.
         count: The number of rows.
         columns: The number of tokens of a row, including padding.
-        positions: The whole position_ids, (rows, `tokens`) int64 or (axes, rows, `tokens`).
-        new: For each of `rows`, the number of new tokens that are real.
+        positions: The position_ids for all ranks' tokens: int64 (rows, `tokens`) or (axes, rows, `tokens`).
+        new: The number of real new tokens in each row of `rows`.
         real: (rows, columns) bool, on the CPU: whether each token so far is real. Trailing columns without padding may
             be missing. None if no column has padding.
-        places: (rows, columns) int64: the index of each token among the row's real tokens, -1 for padding. None without
-            padding.
-        rows: The tokens stored after this forward; set by `begin`.
-        shards: Each SP rank's runs of the `tokens` tokens of a row; () in a decode step.
+        places: (rows, columns) int64: the index of each token among the row's real tokens, or -1 for padding. None
+            without padding.
+        rows: The record of tokens stored after this forward, set by `begin`.
+        shards: Each SP rank's runs of a row's computed tokens; () in a decode step.
         layout: The layout of the new tokens, or None if tokens are divided equally among ranks.
     """
 
@@ -77,9 +77,10 @@ class CachedForward:
     rows: tuple[Row, ...] = ()
     shards: tuple[Runs, ...] = ()
     layout: BatchLayout | None = None
-    order: Tensor | None = None  # (rows, tokens): with padding, the column of each computed token
-    logits: tuple[int, ...] | None = None  # the columns that get logits; None: all
-    calls: Counter[int] = dataclasses.field(default_factory=Counter)  # calls of each layer's attention so far
+    order: Tensor | None = None  # (rows, tokens): the column of each computed token if there is padding
+    logits: tuple[int, ...] | None = None  # the columns that get logits, or None for all
+    # the number of calls of each layer's attention so far
+    calls: Counter[int] = dataclasses.field(default_factory=Counter)
     made: dict[Any, Any] = dataclasses.field(default_factory=dict)  # values that layers with the same mask share
 
     @property
@@ -88,37 +89,36 @@ class CachedForward:
 
     @property
     def tokens(self) -> int:
-        """The number of computed tokens per row: the length of the longest row, but at least `sp.multiple` in padded
-        prompts.
+        """The number of computed tokens per row.
+
+        The number is the length of the longest row, or at least `sp.multiple` in padded prompts.
         """
         return self.columns if self.places is None else max(self.kept.sp.multiple, *self.new)
 
     def held_columns(self) -> Tensor:
-        """Return the columns of this rank's tokens, counted from the first token of the cache: (rows or 1, local
-        tokens).
-        """
+        """Return the columns of this rank's tokens in the cache: (rows or 1, local tokens)."""
         held = self.kept.sp.sharding.held(self.tokens, self.layout, self.kept.sp.rank)
         return self.kept.columns + (held[None] if self.order is None else self.order[:, held])
 
     def mask_of_keys(self) -> Tensor:
-        """Return the mask of all tokens so far, without padding: (rows, tokens of the longest row)."""
+        """Return the mask of all real tokens so far: (rows, tokens of the longest row)."""
         longest = max(row.tokens for row in self.kept.rows) + self.tokens
         return torch.ones(self.count, longest, dtype=torch.long, device=self.positions.device)
 
     # ---- outputs
 
     def picked(self, columns: Sequence[int]) -> tuple[int, ...]:
-        """Return the unpadded indices of all tokens in the given columns, over all rows."""
+        """Return the indices, counted without padding, of all rows' tokens in the given columns."""
         if self.places is None:
             return tuple(columns)
         return tuple(place for place in self.places[:, list(columns)].unique().tolist() if place >= 0) or (0,)
 
     def with_padding(self, x: Tensor, columns: Sequence[int] | None = None) -> Tensor:
-        """Return an output with its padding restored as 0.
+        """Return an output with zeros inserted for padding.
 
         Args:
-            x: (rows, tokens, ...), whole, or with the tokens that `picked` returns if `columns` is given.
-            columns: The columns of the output, or None for all.
+            x: The whole output (rows, tokens, ...), or only the tokens from `picked` if `columns` is given.
+            columns: The columns of the output, or None for all columns.
         """
         if self.places is None:
             return x
@@ -134,7 +134,7 @@ class CachedForward:
     # ---- cached tokens
 
     def begin(self, layout: BatchLayout | None = None) -> None:
-        """Assign the new tokens to ranks, according to the tokens' layout."""
+        """Assign the new tokens to ranks according to the layout."""
         sp, kept = self.kept.sp, self.kept
         runs: tuple[Runs, ...] = tuple((Run(0, 1, 1),) * (rank == kept.turn % sp.size) for rank in range(sp.size))
         if not self.is_decode:
@@ -173,16 +173,16 @@ class CachedForward:
         chunk: int | None,
         masks: Sequence[Mask] = (),
     ) -> Tensor:
-        """Compute one attention of a layer and store its keys and values.
+        """Compute one attention call of a layer and store its keys and values.
 
         Args:
             layer: The index of the layer.
-            q: (rows, tokens, heads, head_dim): this rank's tokens, or the new token in a decode step.
-            k: Keys, shaped as q but with kv_heads.
-            v: Values, shaped as k.
-            options: The options of attention, with a mask that is causal or has the layer's window.
+            q: The queries of this rank's tokens, or of the new token in a decode step: (rows, tokens, heads, head_dim).
+            k: Keys with the shape of q, but with kv_heads heads.
+            v: Values with the shape of k.
+            options: The attention options, with a mask that is causal or has the layer's window.
             chunk: The chunk length of chunked attention, or None without chunks.
-            masks: For masks with blocks, each row's mask among its new tokens.
+            masks: Each row's mask among its new tokens, for masks with blocks.
         """
         given = self._held(layer, Held), q, k, v, options, chunk
         with torch.no_grad():
@@ -192,7 +192,7 @@ class CachedForward:
         return _WithoutGradient.apply(out, q, k, v)
 
     def _held(self, layer: int, make: Callable[[], Any]) -> Any:
-        """Return the stored tensors of the layer's next attention call."""
+        """Return the stored tensors for the layer's next attention call."""
         held, number = self.cache.layers[layer].held, self.calls[layer]
         self.calls[layer] += 1
         if number == len(held):
@@ -205,7 +205,7 @@ class CachedForward:
         Args:
             call: The module's call, with this rank's tokens, or the new tokens in a decode step.
             of_ranks: The pieces of each rank's tokens.
-            gather: Gathers each rank's tensors into tensors of all new tokens.
+            gather: A function that gathers each rank's tensors into tensors of all new tokens.
         """
         make = functools.partial(Replica, gathered_past.rate_of(call.module))
         replica: Replica = self._held(call.layer, make)
@@ -261,18 +261,18 @@ class CachedForward:
         return output
 
     def _pieces(self, of_ranks: Sequence[Sequence[Piece]], row: Row) -> list[Piece]:
-        """Return this rank's pieces, shifted by the number of tokens that the row already has."""
+        """Return this rank's pieces, shifted by the number of tokens already in the row."""
         return [piece._replace(start=piece.start + row.tokens) for piece in of_ranks[self.kept.sp.rank]]
 
     def _segments(self, row: Row) -> Segments:
-        """Return the segments of a row's earlier and new tokens."""
+        """Return the segments for a row's earlier and new tokens."""
         if row not in self.made:
             whole = row.with_new(self.shards, self.tokens)
             self.made[row] = segments_of(UnevenShards([_apart(runs) for runs in whole.runs]), (), None)
         return self.made[row]
 
     def _by_row(self, call: Pieces, run: Callable[[Pieces, slice, Row], Any], fill: int | None = None) -> Any:
-        """Run a module on all rows at once if the rows have equal lengths, otherwise row by row."""
+        """Run a module on all rows at once if the rows have equal lengths, and row by row otherwise."""
         before = self.kept.rows
 
         def run_all() -> Any:
@@ -332,10 +332,10 @@ class CachedForward:
     def _among_new(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, chunk: int | None, masks: Sequence[Mask]
     ) -> Any:
-        """Compute attention among the new tokens, and the log-sum-exp if there are earlier tokens."""
+        """Compute attention among the new tokens, and its log-sum-exp if there are earlier tokens."""
         kept, shards = self.kept, self.layout.shards if self.layout is not None else None
         options = options._replace(lse=kept.columns > 0, shards=shards)
-        if chunk is not None:  # each row's chunks may begin at a different position
+        if chunk is not None:  # each row's chunks may start at different positions
             starts = [row.tokens % chunk for row in kept.rows]
             masks = [Mask(documents=(0, *range(chunk - start, self.tokens, chunk))) for start in starts]
         masks = masks or [options.mask]
@@ -348,8 +348,9 @@ class CachedForward:
         return tuple(map(torch.cat, zip(*parts, strict=True))) if options.lse else torch.cat(parts)
 
     def _to_kept(self, row: Row, first: int, window: int | None, chunk: int | None) -> tuple[Mask, UnevenShards]:
-        """Return the mask and shards for attention to the cached tokens from `first` on. Positions count from
-        `first`.
+        """Return the mask and shards for attention to the cached tokens from `first` on.
+
+        Positions are relative to `first`.
         """
         key = row, window, chunk
         if key not in self.made:
@@ -363,7 +364,7 @@ class CachedForward:
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """The identity on attention's output, except that backward raises InputError: cached tokens have no gradient."""
+    """The identity of attention's output. Backward raises InputError, since cached tokens have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
@@ -403,14 +404,14 @@ def cached_forward(
     """Interpret the arguments of a forward with a cache, without communication.
 
     If a decode step's mask is on a device, the host does not wait for the mask. The new tokens are then assumed to be
-    real, and the assumption is checked later.
+    real, which is checked later.
 
     Args:
         sp: The SequenceParallel of the model.
         config: The model's config.
         facts: The model's facts.
         inputs: The forward's arguments by name.
-        checks: Collects the values that ranks compare.
+        checks: An object that collects the values that ranks compare.
         table: The InputSpec of each argument.
 
     Returns:
@@ -467,7 +468,7 @@ def cached_forward(
             name: _compacted(x, order, table[name].dim) if name in table and table[name].kind == "tokens" else x
             for name, x in inputs.items()
         }
-        if (is_media := inputs.get("visual_pos_masks")) is not None:  # filler tokens have no media features
+        if (is_media := inputs.get("visual_pos_masks")) is not None:  # dummy tokens have no media features
             real = torch.tensor(new, device="cpu")[:, None] > torch.arange(forward.tokens, device="cpu")
             inputs["visual_pos_masks"] = is_media & real.to(is_media.device)
     forward.positions = inputs[POSITIONS]
@@ -475,13 +476,13 @@ def cached_forward(
 
 
 def has_cache(inputs: Mapping[str, Any]) -> bool:
-    """Return whether a forward's arguments contain or request a cache."""
+    """Return whether a forward's arguments include or request a cache."""
     given = inputs.get("past_key_values"), inputs.get("cache_params")
     return bool(inputs.get("use_cache")) or any(x is not None for x in given)
 
 
 def takes_cache(module: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return whether a forward uses a cache; training forwards do not."""
+    """Return whether a forward uses a cache, which training forwards never do."""
     return (
         has_cache(inputs) and inputs.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
     )
@@ -491,14 +492,14 @@ def _compacted(x: Tensor, order: Tensor, dim: int) -> Tensor:
     """Return a tensor (..., rows, columns, ...) with each row's tokens reordered.
 
     Args:
-        dim: The dim of the columns.
+        dim: The dim that contains the columns.
     """
     index = order.to(x.device).view(*[1] * (dim - 1), *order.shape, *[1] * (x.dim() - dim - 1))
     return x.take_along_dim(index, dim)
 
 
 def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int, checks: ValueChecks) -> Tensor | None:
-    """Return a mask of the real tokens so far, as in `CachedForward.real`, or None if all are real.
+    """Return a mask of the real tokens so far, as in `CachedForward.real`, or None if all tokens are real.
 
     Raises:
         InputError: The mask has the wrong shape, or differs from the masks of earlier forwards.
@@ -526,7 +527,7 @@ def _real_tokens(kept: KeptTokens, mask: Any, rows: int, columns: int, checks: V
 
 
 def _to_columns(real: Tensor | None, like: Tensor) -> Tensor:
-    """Pad `real` with True to the number of columns of `like`."""
+    """Pad `real` with True to as many columns as `like` has."""
     if real is None:
         return torch.ones_like(like)
     return functional.pad(real, (0, like.shape[1] - real.shape[1]), value=True)
@@ -545,7 +546,7 @@ def _padding_error(wrong: list[int]) -> InputError | None:
 def _check_inner_padding(kept: KeptTokens, real: Tensor, columns: int, config: Any, facts: Facts) -> None:
     """Raise InputError if a row has padding between its tokens and is longer than a window or chunk.
 
-    Models count padding between tokens in the lengths of their windows and chunks.
+    Models include padding between tokens in the lengths of windows and chunks.
     """
     whole = kept.columns + columns
     shortest = min((getattr(text_config(config), name, None) or whole for _, name in facts.masks), default=whole)

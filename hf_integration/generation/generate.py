@@ -1,7 +1,7 @@
-"""`generate` of a patched model: all ranks of a sequence pass the same arguments and get the same tokens.
+"""`generate` for a patched model. All ranks that share a sequence pass the same arguments and get the same tokens.
 
-transformers' own loop runs on every rank, and its forwards share the sequence. Ranks compare prompts and settings once,
-before the loop, and draw the same random numbers during the loop.
+transformers' own generation loop runs on every rank, and ranks share the sequence in its forwards. Ranks compare
+prompts and settings once before the loop, and draw the same random numbers during the loop.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..inputs import MEDIA, by_row
 from ..module_patch import override
 from . import zero
 
-MOST = 16_384  # maximum number of prompt tokens that a rank computes in one forward, unless the user sets a chunk size
-# names of the compared values and of the call in error messages
+MOST = 16_384  # default maximum number of prompt tokens that a rank computes in one forward
+# names used in error messages for the compared values and the call
 NAME = "arguments of generate"
 CALL = (
     f"generate of a model that shares sequences (call it {ALL}, or on one alone in "
@@ -50,7 +50,7 @@ UNCOMPARED = ("generation_config", "streamer", "tokenizer", "trust_remote_code")
 
 
 def install(model: Any) -> None:
-    """Make a patched model generate with all ranks of a sequence, unless the model object overrides `generate`."""
+    """Make all ranks that share a sequence generate together, unless the model object overrides `generate`."""
     if model.can_generate():
         for method in METHODS:
             if method.__name__ not in vars(model):
@@ -64,23 +64,23 @@ def _sharing(model: Any) -> SequenceParallel | None:
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate with all ranks that share the sequence, like `generate` of the model's class.
+    """Generate with all ranks that share the sequence, like the `generate` method of the model's class.
 
-    The call is collective over the ranks of the sequence, or over all ranks if ranks fetch parameters from one another
+    The call is collective across the ranks that share the sequence, or across all ranks if parameters are partitioned
     (ZeRO-3, FSDP). Inside `whole_sequences` each rank generates alone.
 
     Args:
-        *args: Positional arguments of transformers' `generate`, the same on all ranks of the sequence. Only a streamer
-            may be passed on a single rank.
-        **kwargs: Keyword arguments of transformers' `generate`, also the same on all ranks of the sequence.
+        *args: Positional arguments of transformers' `generate`, the same on all ranks that share the sequence. Only a
+            streamer may be passed on a single rank.
+        **kwargs: Keyword arguments of transformers' `generate`, also the same on all ranks that share the sequence.
 
     Returns:
         The result of transformers' `generate`, the same on all ranks. A returned cache contains only this rank's part
         of the keys.
 
     Raises:
-        ConfigError, InputError, DisagreementError: On all ranks, if the arguments differ between ranks or request a
-            feature that ranks cannot share.
+        ConfigError, InputError, DisagreementError: On all ranks, if the arguments differ between ranks or request an
+            unsupported feature.
     """
     plain: Any = type(self).generate
     if (sp := _sharing(self)) is None:
@@ -88,7 +88,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     check_thread()
     named = [name for name in inspect.signature(plain).parameters if name != "self"]
     given, gathered = _agreed(self, sp, {**dict(zip(named, args, strict=False)), **kwargs}, {*named})
-    around = ForwardContext(mode="whole")  # ranks divide the images that transformers encodes before the loop
+    around = ForwardContext(mode="whole")  # transformers encodes images before the loop, and ranks divide them
     with gathered, _without_checkpointing(self), _numbers_of_first_rank(sp), entered(around):
         return plain(self, **given)
 
@@ -106,11 +106,11 @@ METHODS = (generate, init_continuous_batching)
 def _agreed(
     model: Any, sp: SequenceParallel, given: dict[str, Any], named: set[str]
 ) -> tuple[dict[str, Any], contextlib.AbstractContextManager]:
-    """Check with the other ranks that all arguments of a generation agree.
+    """Check that all ranks passed the same arguments to `generate`.
 
     Args:
         given: The arguments by name.
-        named: The names in the signature of transformers' `generate`.
+        named: The parameter names of transformers' `generate`.
 
     Returns:
         (the arguments for transformers; a context manager that keeps the parameters available).
@@ -133,7 +133,7 @@ def _agreed(
             )
         _share_clock(sp, given, config)
         fields = _compared(given, config)
-    except Exception as reason:  # the other ranks wait for this rank
+    except Exception as reason:  # the other ranks are waiting for this rank
         error = as_seqpar_error("reading the arguments of generate failed", reason)
     is_fsdp = is_fsdp_managed_module(model) or any(isinstance(x, FSDPModule) for x in model.modules())
     if fetches := bool(parameters) or is_fsdp:
@@ -143,7 +143,8 @@ def _agreed(
             among_peers=True, call=CALL, advice=_advice,
         )  # fmt: skip
         given["synced_gpus"] = fetches = number > 0
-        if fetches and config.use_cache and patch.facts.gathered:  # ranks call such layers different numbers of times
+        # ranks call layers that gather keys different numbers of times
+        if fetches and config.use_cache and patch.facts.gathered:
             raise ConfigError(
                 "generate of a model with layers that gather keys needs parameters that fit each rank at once, or "
                 f"use_cache=False; got some that ranks fetch in each forward, say so, or {ALONE}"
@@ -156,10 +157,10 @@ def _agreed(
 
 
 def _misuse(given: Mapping[str, Any], config: Any, taken: Collection[str]) -> str:
-    """Return "NEEDED; got GIVEN" for the first argument that ranks cannot share, or "" if there is none.
+    """Return "NEEDED; got GIVEN" for the first unsupported argument, or "" if all arguments are supported.
 
     Args:
-        taken: The names of tensors that the call accepts.
+        taken: The names of the tensors that the call accepts.
     """
     mode, cache = config.get_generation_mode(given.get("assistant_model")), given.get("past_key_values")
     others = [
@@ -190,7 +191,7 @@ def _misuse(given: Mapping[str, Any], config: Any, taken: Collection[str]) -> st
 
 
 def _ends_in_padding(given: Mapping[str, Any], config: Any) -> bool:
-    """Return whether a prompt ends in padding, by the same test as transformers."""
+    """Return whether a prompt ends in padding, using the same test as transformers."""
     mask, ids = given.get("attention_mask"), next((given[x] for x in TOKENS if given.get(x) is not None), None)
     if mask is None and isinstance(ids, Tensor):
         specials = (() if x is None else x for x in (config.pad_token_id, config.eos_token_id))
@@ -200,7 +201,7 @@ def _ends_in_padding(given: Mapping[str, Any], config: Any) -> bool:
 
 
 def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:
-    """Return the values that ranks compare for a generation: settings, prompts, and other comparable arguments."""
+    """Return the values that ranks compare before generating: settings, prompts and all other comparable arguments."""
     checks = ValueChecks()
     checks.compare({"input_ids" if name == "inputs" else name: x for name, x in given.items()})
     checks.compare(by_row(given, MEDIA))  # transformers may encode media before the first forward
@@ -213,7 +214,7 @@ def _compared(given: Mapping[str, Any], config: Any) -> dict[str, object]:
 
 
 def _described(x: Any, depth: int = 1) -> Any:
-    """Return a comparable description of an argument: its value, or the type and plain attributes of an object."""
+    """Return an argument's value, or an object's type and plain attributes, for comparison between ranks."""
     if isinstance(x, Tensor):
         return fingerprint_of(x)
     if isinstance(x, list | tuple):
@@ -226,15 +227,16 @@ def _described(x: Any, depth: int = 1) -> Any:
 
 
 def _advice(by_rank: Mapping[int, Fields]) -> str:
-    """Return why ranks cannot generate together, and how to fix their arguments."""
+    """Return the reason why ranks cannot generate together, and how to fix the arguments."""
     if {*TOKENS} & {*differing(by_rank)}:
         return f"they have other prompts: give all ranks of a sequence the same, or {ALONE}"
     return ""
 
 
 def _set(given: dict[str, Any], name: str, value: object) -> None:
-    """Set an argument of a generation, in its config, or by name if the argument was passed by name or there is no
-    config.
+    """Set an argument of `generate`, in the generation config or by name.
+
+    The argument is set by name if it was passed by name or if there is no config.
     """
     if name not in given and given.get("generation_config") is not None:
         given["generation_config"] = copy.deepcopy(given["generation_config"])
@@ -244,7 +246,10 @@ def _set(given: dict[str, Any], name: str, value: object) -> None:
 
 
 class _AsOne(StoppingCriteria):
-    """A time limit that all ranks of a sequence reach in the same step, when the first rank reaches it."""
+    """A time limit for all ranks that share a sequence.
+
+    All ranks stop in the step in which the first rank reaches the limit.
+    """
 
     def __init__(self, sp: SequenceParallel, limit: MaxTimeCriteria) -> None:
         self.sp, self.limit = sp, limit
@@ -256,7 +261,7 @@ class _AsOne(StoppingCriteria):
 
 
 def _share_clock(sp: SequenceParallel, given: dict[str, Any], config: Any) -> None:
-    """Make all ranks stop in the same step if a generation has a time limit."""
+    """Make all ranks stop in the same step if `generate` has a time limit."""
     criteria = [_AsOne(sp, x) if isinstance(x, MaxTimeCriteria) else x for x in given.get("stopping_criteria") or ()]
     if config.max_time is not None:
         criteria.append(_AsOne(sp, MaxTimeCriteria(config.max_time)))
@@ -266,7 +271,7 @@ def _share_clock(sp: SequenceParallel, given: dict[str, Any], config: Any) -> No
 
 
 def _chunk(sp: SequenceParallel, given: Mapping[str, Any], config: Any) -> int | None:
-    """Return how many tokens of each prompt row one forward computes, or None for all."""
+    """Return the number of tokens per prompt row that one forward computes, or None for all tokens."""
     chunk, length, has_media = config.prefill_chunk_size, 0, any(given.get(name) is not None for name in MEDIA)
     ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
     if ids is not None and given.get("inputs_embeds") is None and config.use_cache is not False:
@@ -274,7 +279,8 @@ def _chunk(sp: SequenceParallel, given: Mapping[str, Any], config: Any) -> int |
         mask, cache = given.get("attention_mask"), given.get("past_key_values")
         kept = 0 if cache is None or (mask is not None and mask.shape[1] > ids.shape[1]) else cache.get_seq_length()
         length = ids.shape[1] - kept
-        if chunk is None and rows * length > MOST * sp.size and not has_media:  # transformers cannot chunk media
+        # transformers cannot chunk prompts with media
+        if chunk is None and rows * length > MOST * sp.size and not has_media:
             chunk = max(1, MOST * sp.size // rows)
     return _in_step(sp, length, chunk, has_media) if given.get("synced_gpus") else chunk
 
@@ -282,8 +288,8 @@ def _chunk(sp: SequenceParallel, given: Mapping[str, Any], config: Any) -> int |
 def _in_step(sp: SequenceParallel, length: int, chunk: int | None, has_media: bool) -> int | None:
     """Return a chunk size with which all groups need the same number of forwards for their prompts.
 
-    Ranks fetch parameters from one another in each forward, so the numbers of forwards must match. The agreed number is
-    the smallest that fits the prompts of all groups.
+    All ranks fetch parameters together in each forward, so the numbers of forwards must match. The chosen number is the
+    smallest one that fits all groups' prompts.
     """
     count, most, error = -(-length // chunk) if chunk else 1, 0, None
     while True:
@@ -306,7 +312,7 @@ def _in_step(sp: SequenceParallel, length: int, chunk: int | None, has_media: bo
 
 @contextlib.contextmanager
 def _without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Context manager that disables gradient checkpointing, which would drop the cache in training mode."""
+    """Context manager that disables gradient checkpointing, which would discard the cache in training mode."""
     layers: list[Any] = [x for x in model.modules() if x.training and getattr(x, "gradient_checkpointing", False)]
     for layer in layers:
         layer.gradient_checkpointing = False
@@ -319,10 +325,10 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _numbers_of_first_rank(sp: SequenceParallel) -> Iterator[None]:
-    """Context manager in which all ranks draw the random numbers of the sequence's first rank.
+    """Context manager in which all ranks that share a sequence draw the first rank's random numbers.
 
-    On exit, ranks that began with the same random state keep the advanced state, and all other ranks restore their own
-    state.
+    On exit, ranks that started with the first rank's random state keep the advanced state, and all other ranks restore
+    their own state.
     """
     own = torch_states(sp.device)
     states = all_gather_objects(sp.groups.control, ("random numbers of a generation", own))

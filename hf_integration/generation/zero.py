@@ -1,4 +1,4 @@
-"""Parameters of a model that generates under ZeRO-3, where each rank holds only a part of each parameter."""
+"""Parameters of a model that generates under ZeRO-3, which stores only a part of each parameter on each rank."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ds_seqpar.base.log import log_once
 
 from ..compat import ZERO_ID, has_zero_hooks, is_fetching, is_missing, whole_numel, without_zero_hooks
 
-SHARE = 0.5  # share of free memory for gathered parameters; the forwards and the cache need the rest
+SHARE = 0.5  # fraction of free memory for gathered parameters; forwards and the cache need the rest
 
 
 def split_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that a model's forward fetches from other ranks and then drops."""
+    """Return the parameters that a model's forward gathers from other ranks and then releases."""
     parameters = [x for x in model.parameters() if hasattr(x, ZERO_ID)]
     return parameters if has_zero_hooks(model) or any(map(is_missing, parameters)) else []
 
 
 def fits(parameters: Sequence[nn.Parameter], device: torch.device) -> bool:
-    """Return whether this rank has enough free memory for all given parameters at once."""
+    """Return whether this rank has enough free memory to store all given parameters at once."""
     needed = sum(whole_numel(x) * x.element_size() for x in parameters if is_missing(x))
     return needed <= SHARE * _free(device) and not any(map(is_fetching, parameters))
 
@@ -42,9 +42,9 @@ def parameters_of(model: nn.Module, parameters: Sequence[nn.Parameter], gather: 
     """Context manager that makes ZeRO-3 parameters available while the model generates.
 
     Args:
-        parameters: From `split_parameters`.
-        gather: Whether to gather the parameters once, on entry; otherwise each forward fetches them. All ranks must
-            pass the same value.
+        parameters: The result of `split_parameters`.
+        gather: Whether to gather the parameters once on entry, instead of in each forward. All ranks must pass the same
+            value.
     """
     if not parameters or not gather:
         if parameters:

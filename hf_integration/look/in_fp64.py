@@ -1,4 +1,4 @@
-"""Models in fp64 throughout, even if their code casts to fp32.
+"""Run models in fp64 throughout, even if their code casts to fp32.
 
 The difference between fp32 and fp64 results is the rounding error.
 """

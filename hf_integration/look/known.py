@@ -1,4 +1,7 @@
-"""Facts of models, which come from a table for tested families and are detected on a small copy for all others."""
+"""Facts about models.
+
+A table contains the facts for tested families. For all other models, facts are detected on a small copy.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _seen: WeakKeyDictionary[nn.Module, Facts] = WeakKeyDictionary()
 
 
 def facts_of(model: PreTrainedModel) -> Facts:
-    """Return the facts of a model, recorded or detected.
+    """Return a model's recorded or detected facts.
 
     Raises:
         ConfigError: The model cannot be patched.
@@ -34,7 +37,7 @@ def facts_of(model: PreTrainedModel) -> Facts:
 
 
 def is_tested(model: PreTrainedModel) -> bool:
-    """Return whether a model belongs to a tested family and its base model contains no user code."""
+    """Return whether a model belongs to a tested family and has no user code in its base model."""
     release = ".".join(transformers.__version__.split(".")[:2])
     if model.config.model_type not in TESTED or release not in VERSIONS:
         return False
@@ -44,7 +47,7 @@ def is_tested(model: PreTrainedModel) -> bool:
 
 
 def _is_as_tested(module: nn.Module) -> bool:
-    """Return whether a module contains no user code in its class, forward or hooks."""
+    """Return whether a module has no user code in its class, forward or hooks."""
     own = vars(module).get("forward")
     if own is not None and not is_of_library(own):
         return False
@@ -54,8 +57,8 @@ def _is_as_tested(module: nn.Module) -> bool:
 
 
 def is_known(model: PreTrainedModel) -> bool:
-    """Return whether a model's attention can probably be patched and does not call sp.attention itself."""
-    attention = ALL_ATTENTION_FUNCTIONS.get(attention_name(model.config))  # None: the function in the model's file
+    """Return whether a model's attention can probably be patched and does not call `sp.attention` itself."""
+    attention = ALL_ATTENTION_FUNCTIONS.get(attention_name(model.config))  # None means the function in the model's file
     if is_tested(model) or not is_of_library(type(model)) or not (attention is None or is_of_library(attention)):
         return is_tested(model)
     try:
@@ -69,10 +72,10 @@ def heads(model: PreTrainedModel) -> tuple[int, int]:
     """Return the number of heads of a transformers model.
 
     Args:
-        model: A causal model, possibly inside a peft model. For other objects with a config, the config is used.
+        model: A causal model, possibly inside a peft model, or any other object with a config.
 
     Returns:
-        (query heads, key/value heads); the minimum of each if layers differ.
+        (query heads, key/value heads), each the minimum across layers.
     """
     return tuple(map(min, zip(*heads_by_layer(model), strict=True)))
 
@@ -86,6 +89,6 @@ def heads_by_layer(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
 def windows(model: PreTrainedModel) -> list[int | None]:
     """Return the sliding window of each attention module, in keys.
 
-    A window counts the query's own position. None means all keys up to the query.
+    A window includes the query's own position. None means all keys up to the query.
     """
     return [length if shape == "window" else None for shape, length in masks(model, facts_of(model))]

@@ -1,9 +1,9 @@
 """Observe how a model's tokens interact in forwards of a small copy, in attention and in any other modules that mix
 tokens.
 
-The copy's attention is our own function. In some forwards the function computes softmax attention, and in other
-forwards each token attends only to itself. If each token attends only to itself, a token's result must not depend on
-which other tokens are present. A rank computes only its own tokens, and everything from other tokens must arrive
+The copy's attention is our own function. In some forwards, the function computes softmax attention. In all other
+forwards, each token attends only to itself. If each token attends only to itself, a token's result must not depend on
+which other tokens are present. A rank computes only its own tokens, and all information from other tokens must arrive
 through attention. Modules that mix tokens in other ways are reported by name.
 """
 
@@ -41,14 +41,14 @@ from .facts import LENGTHS, Facts, config_heads, kind_of_layer, masks, starred, 
 from .small import call, parameters_of, small_copy, takes, tokens_for
 
 LOOK = "ds_seqpar_look"  # the name of our attention function in transformers
-PROBE = "sequence_parallel"  # the keyword by which a patched model passes a forward's context to its layers
+PROBE = "sequence_parallel"  # the keyword argument that passes a forward's context to the layers of a patched model
 ROWS = 2
 TOKENS = 23  # unlikely to equal any size of a model
-# tokens of a rank: without the first token, and at irregular distances
+# the tokens of a rank, irregularly spaced and without the first token
 SHARD = (1, 4, 5, 9, 10, 11, 16, 17, 18, 20, 22)
 PIECES = (Piece(0, 9, 0, 0), Piece(9, 1, 9, 0), Piece(10, TOKENS - 10, 10, 0))
 TOLERANCE = 1e-4
-REPEATED = 16  # forwards in search of random behavior
+REPEATED = 16  # number of forwards in which to search for random behavior
 LOWEST = torch.finfo(torch.float32).min
 UNDERSTOOD = {"dropout", "scaling", "softcap", "s_aux", "sliding_window", "position_ids", "cache_position", PROBE}
 OWN_MODEL = "call sp.attention from a model of your own (docs/models.md)"
@@ -56,7 +56,7 @@ OWN_MODEL = "call sp.attention from a model of your own (docs/models.md)"
 
 @unchanged()
 def look(model: PreTrainedModel) -> Facts:
-    """Determine the facts of a model from forwards of a small copy.
+    """Determine a model's facts from forwards of a small copy.
 
     Args:
         model: An unwrapped transformers model. The model's tensors are not read, so they may be partitioned or on the
@@ -67,12 +67,12 @@ def look(model: PreTrainedModel) -> Facts:
 
     Raises:
         ConfigError: The model computes something that ranks sharing a sequence cannot compute. The message names the
-            computation, the module and a solution.
+            computation and the module, and suggests a solution.
     """
     small, not_small = small_copy(model)
     gathered: dict[str, nn.Module] = {}
     first, indexed = None, False
-    while True:  # unknown modules gather keys instead, if they take a cache
+    while True:  # unknown modules that take a cache gather keys instead
         try:
             return _look(model, small.train(), not_small, gathered, indexed)
         except Exception as error:
@@ -89,7 +89,7 @@ def look(model: PreTrainedModel) -> Facts:
 def _look(
     model: PreTrainedModel, small: Any, not_small: tuple[str, ...], gathered: dict[str, nn.Module], indexed: bool
 ) -> Facts:
-    """Return a model's facts, given the modules of its small copy that gather keys."""
+    """Return a model's facts, given the modules that gather keys in its small copy."""
     watch = Watch(small, gathered)
     ids, positions = tokens_for(small.config, ROWS, TOKENS), torch.arange(TOKENS).expand(ROWS, -1)
     plain, *others = _forwards(watch, ids)
@@ -132,7 +132,7 @@ def _look(
 
 @dataclasses.dataclass
 class Call:
-    """One call of attention."""
+    """A call of attention."""
 
     name: str
     q: Tensor
@@ -142,7 +142,7 @@ class Call:
     keywords: dict[str, Any]
 
     def inputs(self) -> list[Tensor]:
-        """Return the inputs of attention for each token: query, key, value and settings."""
+        """Return the attention inputs for each token, which are the query, key, value and settings."""
         settings = [self.keywords.get(name) for name in ("scaling", "softcap", "s_aux")]
         tokens = self.q.shape[2]
         each = [torch.as_tensor(x).float().flatten().expand(tokens, -1) for x in settings if x is not None]
@@ -151,15 +151,15 @@ class Call:
 
 @dataclasses.dataclass
 class MadeMask:
-    """A mask that transformers made for a model, with the arguments that its maker passed to the mask interface.
+    """A mask that transformers made for a model, with the arguments passed to the mask interface.
 
-    The arguments show the kind of the mask, and whether the mask depends on the batch, as with blocks for images.
+    The arguments reveal the kind of mask, and whether the mask depends on the batch, as with blocks for images.
     """
 
     mask: Tensor
     function: Callable[..., Tensor]  # (row, head, query, key) -> whether the query sees the key
-    local_size: int | None  # the length of the window or chunk
-    events: int  # the number of earlier events
+    local_size: int | None  # the window or chunk length
+    events: int  # the number of events recorded before the mask was made
 
 
 @dataclasses.dataclass
@@ -169,26 +169,27 @@ class Seen:
     output: Any = None
     calls: list[Call] = dataclasses.field(default_factory=list)
     masks: list[MadeMask] = dataclasses.field(default_factory=list)
-    # tensors for each (module name, call index, whether they are outputs), in the order of events
+    # tensors by (module name, call index, whether they are outputs), in the order of events
     events: dict[tuple[str, int, bool], list[Tensor]] = dataclasses.field(default_factory=dict)
-    probes: list[object] = dataclasses.field(default_factory=list)  # values that mixers received as the keyword PROBE
-    # number of state heads (0 if none) by mixer that ran
+    probes: list[object] = dataclasses.field(default_factory=list)  # values of the keyword PROBE that mixers received
+    # number of state heads (0 if none) by the name of each mixer that ran
     mixed: dict[str, int] = dataclasses.field(default_factory=dict)
-    gathered: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)  # masks by module that gathers keys
-    counts: Counter[tuple[str, bool]] = dataclasses.field(default_factory=Counter)  # counts of a module's events
+    # masks by the name of each module that gathers keys
+    gathered: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)
+    counts: Counter[tuple[str, bool]] = dataclasses.field(default_factory=Counter)  # number of events of each module
 
     def states(self, base: str) -> Tensor:
         """Return the hidden states that the base model returned."""
         return next(x for x in self.events[base, 0, True] if x.dim() == 3)
 
     def result(self, base: str) -> list[Tensor]:
-        """Return all tensors that affect a rank's results: the outputs and the inputs of attention."""
+        """Return all tensors that affect a rank's results: the model's outputs and the inputs of attention."""
         attention = [x for one in self.calls for x in one.inputs()]
         return [self.states(base), *(x for x in tensors_in(self.output) if x.dim() == 3), *attention]
 
 
 class Watch:
-    """Runs forwards of a small copy and records the inputs of its modules and its attention.
+    """Runs forwards of a small copy and records the inputs of its modules and attention.
 
     Args:
         small: The copy.
@@ -199,8 +200,9 @@ class Watch:
         AttentionInterface.register(LOOK, _attention)
         AttentionMaskInterface.register(LOOK, _mask)
         switch_attention(small, LOOK)
-        self.gathered, self.pieced = gathered, dict[str, int | None]()  # windows by module that continues from a cache
-        self.selecting: list[nn.Module] = []  # modules of `gathered` that run at once
+        # window lengths by the name of each module that continues from a cache
+        self.gathered, self.pieced = gathered, dict[str, int | None]()
+        self.selecting: list[nn.Module] = []  # modules in `gathered` that run on all tokens at once
         self.small, self.base, self.alone, self.seen = small, small, False, Seen()
         self.names = {module: name for name, module in small.named_modules()}
 
@@ -209,7 +211,7 @@ class Watch:
 
         Args:
             alone: Whether each token attends only to itself.
-            positions: The position_ids of the module that heads call, even if the heads do not pass on position_ids.
+            positions: The position_ids for the module that heads call, even if the heads do not pass on position_ids.
         """
         self.alone, self.seen = alone, Seen()
         with torch.no_grad(), torch.autocast("cpu", enabled=False), self._attached(positions):
@@ -260,7 +262,8 @@ class Watch:
         mask = gathered_past.arguments(module, args, kwargs).get("attention_mask")
         self.seen.gathered[name] = None
         if isinstance(mask, Tensor) and mask.dim() == 4:
-            # eager attention gets numbers; a bool mask made by the model is True at nonzero numbers, which are masked
+            # eager attention gets a numeric mask; a bool mask made by the model is True at nonzero elements, which are
+            # masked
             self.seen.gathered[name] = ~mask if mask.dtype == torch.bool else mask
         return type(module).forward(module, *args, **kwargs)
 
@@ -274,7 +277,7 @@ class Watch:
         name = self.names[module]
         count = self.seen.counts[name, is_output]
         self.seen.counts[name, is_output] += 1
-        # square tensors are skipped, since masks are indexed by pairs of tokens
+        # square tensors are skipped, since they may be masks, indexed by pairs of tokens
         kept = [x.clone() for x in tensors_in(values) if x.is_floating_point() and x.shape[-1:] != x.shape[-2:-1]]
         self.seen.events[name, count, is_output] = kept
 
@@ -283,7 +286,7 @@ _watch: ContextVar[Watch] = ContextVar("hf_integration_look")  # the Watch of a 
 
 
 def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **given: Any) -> Tensor:
-    """Implement transformers' mask interface: make and record the mask for eager attention."""
+    """Implement transformers' mask interface by making and recording the mask for eager attention."""
     mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"](mask_function=mask_function, **given)
     seen = _watch.get().seen
     seen.masks.append(MadeMask(mask, mask_function, local_size, len(seen.events)))
@@ -314,7 +317,7 @@ def _attention(
 
 @dataclasses.dataclass
 class _Engine:
-    """An engine that runs a mixer's layers unchanged, or on each token separately."""
+    """An engine that runs a mixer's layers either unchanged or on each token separately."""
 
     watch: Watch
     name: str
@@ -340,7 +343,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 class _NotUnderstoodError(ConfigError):
-    """The error for a module that mixes tokens in an unknown way."""
+    """Raised for a module that mixes tokens in an unknown way."""
 
     module, indexed = "", False
 
@@ -349,10 +352,10 @@ def _refuse(found: str, advice: str = OWN_MODEL, module: str = "", indexed: bool
     """Raise ConfigError for an unsupported model.
 
     Args:
-        found: The unsupported property of the model.
+        found: The model's unsupported property.
         advice: The advice for the user.
-        module: The name of the module that may gather keys instead, or "" if there is none.
-        indexed: Whether the module attends by an index.
+        module: The name of a module that may gather keys instead, or "" if there is none.
+        indexed: Whether the module selects keys with an index.
     """
     error = (_NotUnderstoodError if module else ConfigError)(
         "patch_attention needs a model whose tokens meet in causal attention, or in layers with a state that are "
@@ -364,8 +367,9 @@ def _refuse(found: str, advice: str = OWN_MODEL, module: str = "", indexed: bool
 
 
 def _alike(model: Any, name: str) -> dict[str, nn.Module]:
-    """Return all modules of the same kind as the named one or its nearest parent that takes a cache, or {} if no module
-    takes a cache.
+    """Return all modules of the same kind as the named module or its nearest parent with a cache argument.
+
+    Return {} if neither the module nor any parent takes a cache.
     """
     while name:
         module = model.get_submodule(name)
@@ -379,7 +383,7 @@ def _alike(model: Any, name: str) -> dict[str, nn.Module]:
 
 
 def _called_base(model: Any, seen: Seen) -> nn.Module:
-    """Return the outermost called module that is not a head, which is the base model or one of its parts."""
+    """Return the outermost module in the call that is not a head. That module is the base model or one of its parts."""
     base: nn.Module = model.base_model
     called = [model.get_submodule(name) for name, _, is_output in seen.events if not is_output]
     inside = {*base.modules()} - ({model} if model.get_output_embeddings() is not None else set())
@@ -388,7 +392,7 @@ def _called_base(model: Any, seen: Seen) -> nn.Module:
 
 
 def _stack(model: Any, seen: Seen, base: nn.Module) -> str | None:
-    """Return the name of the innermost model in `base` that takes embeddings and attends, or None for `base` itself."""
+    """Return the name of the innermost model in `base` with embeddings as input and attention, or None for `base`."""
     inside, attending = {*base.modules()} - {base}, _attending(model, seen)
     called = dict.fromkeys(name for name, _, is_output in seen.events if not is_output)
     stacks = [
@@ -412,7 +416,7 @@ def _attending(model: Any, seen: Seen) -> set[nn.Module]:
 
 
 def _check_tokens(watch: Watch, ids: Tensor, positions: Tensor | None) -> None:
-    """Raise ConfigError if removing other tokens changes a token's result although each attends only to itself."""
+    """Raise ConfigError if a token's result depends on other tokens although each token attends only to itself."""
     shard = list(SHARD)
     whole = watch(ids, alone=True, positions=positions)
     part = watch(ids[:, shard], alone=True, positions=None if positions is None else positions[:, shard])
@@ -432,7 +436,7 @@ def _check_tokens(watch: Watch, ids: Tensor, positions: Tensor | None) -> None:
 def _check_pieces(watch: Watch, ids: Tensor, facts: Facts, plain: Seen) -> None:
     """Raise ConfigError for modules whose results change if they continue from a cache.
 
-    Ranks would detect the change too, but not all at the same time.
+    Ranks would detect the change during training too, but not all at the same time.
     """
     lengths = [length for _, length in masks(watch.small, facts, "gathered")]
     watch.pieced = dict(zip(watch.gathered, lengths, strict=True))
@@ -447,14 +451,14 @@ def _check_pieces(watch: Watch, ids: Tensor, facts: Facts, plain: Seen) -> None:
 
 
 def _selects(watch: Watch, ids: Tensor, plain: Seen) -> bool:
-    """Return whether modules with latents and an index give the same results if they run on all tokens at once.
+    """Return whether modules with latents and an index return the same results when run on all tokens at once.
 
     If the results differ, the modules run in pieces, which is also exact.
     """
     watch.selecting = [*filter(sparse.selects, watch.gathered.values())]
     try:
         found = watch(ids) if sparse.can_run(watch.selecting) else None
-    except Exception as error:  # the module may use operations that our objects lack
+    except Exception as error:  # the module may use operations that our objects do not support
         kind, said = type(watch.small).__name__, " ".join(str(error).split())
         log_once(f"{kind}: an index runs in pieces, since at once it raised {type(error).__name__}: {said:.200}")
         return False
@@ -468,7 +472,7 @@ def _described(model: Any, name: str) -> str:
 
 
 def _first_difference(whole: Seen, other: Seen) -> str | None:
-    """Return the name of the first module whose results differ at the tokens of a shard."""
+    """Return the name of the first module whose results differ for the tokens of a shard."""
     for (name, count, is_output), values in whole.events.items():
         if _differ(values, other.events.get((name, count, is_output), [])):
             return name if is_output else re.sub(r"(^|\.)[^.]*(\.\d+)?$", "", name)
@@ -476,10 +480,10 @@ def _first_difference(whole: Seen, other: Seen) -> str | None:
 
 
 def _differ(whole: list[Tensor], other: list[Tensor]) -> bool:
-    """Return whether two lists of tensors differ at the tokens of a shard.
+    """Return whether two lists of tensors differ for the tokens of a shard.
 
-    The second list contains either all tokens or only the shard. Tensors without a token dimension, such as those of
-    experts, are ignored.
+    The second list contains either all tokens or only the shard's tokens. Tensors without a token dimension, such as
+    expert tensors, are ignored.
     """
     return any(_differs(_of_shard(a), _of_shard(b)) for a, b in zip(whole, other, strict=False) if TOKENS in a.shape)
 
@@ -499,7 +503,7 @@ def _differs(a: Tensor, b: Tensor) -> bool:
 
 
 def _default_positions(watch: Watch, ids: Tensor, positions: Tensor) -> tuple[int, bool]:
-    """Return (the default position of the first token, whether padding before a sequence counts as positions)."""
+    """Return (the first token's default position, whether padding before a sequence takes up positions)."""
     length, pad = TOKENS // 4, getattr(text_config(watch.small.config), "pad_token_id", None) or 0
     mask = (positions >= length).long()
     ids = ids.masked_fill(mask == 0, pad)
@@ -512,15 +516,15 @@ def _default_positions(watch: Watch, ids: Tensor, positions: Tensor) -> tuple[in
 
 
 def _sees_no_padding(watch: Watch, ids: Tensor, positions: Tensor) -> bool:
-    """Return whether padding before rows leaves their results unchanged, with the same position_ids.
+    """Return whether padding before rows leaves the rows' results unchanged, given the same position_ids.
 
-    Some indexes count blocks from the start of the padding. Ranks count blocks from a row's first token.
+    Some indexes count blocks from the start of the padding, but ranks count blocks from a row's first token.
     """
     length = TOKENS // 4
     plain = watch.states(ids, attention_mask=(torch.arange(TOKENS) >= length).long().expand_as(ids))
     try:
         without = watch.states(ids[:, length:], positions[:, length:])
-    except Exception:  # positions may index keys, which are fewer here
+    except Exception:  # positions may index keys, of which there are fewer here
         return False
     return not _differs(plain[:, length:], without)
 
@@ -529,7 +533,7 @@ def _sees_no_padding(watch: Watch, ids: Tensor, positions: Tensor) -> bool:
 
 
 def _check_call(one: Call, model: Any) -> None:
-    """Raise ConfigError for a call of attention with features that our attention lacks."""
+    """Raise ConfigError for a call of attention that uses unsupported features."""
     numbers = {name for name, x in one.keywords.items() if isinstance(x, Tensor) or type(x) in (int, float)}
     if strange := sorted(numbers - UNDERSTOOD - parameters_of(model)):
         picked = " of keys that an indexer picks" if any("indices" in name for name in strange) else ""
@@ -553,7 +557,7 @@ def _reaches(watch: Watch, ids: Tensor) -> bool:
 
 
 def _names(base: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the starred names of modules below `base`, with their classes if the names are ambiguous."""
+    """Return the modules' starred names relative to `base`, with class names if the starred names are ambiguous."""
     names, classes = {module: name for name, module in base.named_modules()}, dict[str, set[type]]()
     for module, name in names.items():
         classes.setdefault(starred(name), set()).add(type(module))
@@ -575,10 +579,10 @@ def _masks(text: Any, seen: Seen) -> tuple[tuple[str, str], ...]:
 
 
 def _length_of(module: str, mask: Tensor | None, made: MadeMask | None, text: Any) -> str:
-    """Return the name of the setting of a causal mask's window or chunk, or "" for a plain causal mask.
+    """Return the name of the setting that specifies a causal mask's window or chunk, or "" for a plain causal mask.
 
     Args:
-        module: The name of the module that got the mask.
+        module: The name of the module that received the mask.
         mask: The mask.
         made: How transformers made the mask, or None if the model made the mask itself.
         text: The config of the model's text part.
@@ -619,7 +623,7 @@ def _visible(mask: Tensor | None, queries: int, keys: int) -> Tensor:
 
 
 def _forwards(watch: Watch, ids: Tensor) -> Iterator[Seen]:
-    """Yield several forwards with different random numbers, or only one if the model is deterministic."""
+    """Yield several forwards with different random numbers, or only one forward if the model is deterministic."""
     before = _numbers_to_come()
     yield watch(ids)
     for _ in range(REPEATED if _numbers_to_come() != before else 0):
@@ -627,13 +631,13 @@ def _forwards(watch: Watch, ids: Tensor) -> Iterator[Seen]:
 
 
 def _numbers_to_come() -> tuple:
-    """Return the state of the host's random generators, for comparison."""
+    """Return the state of the host's random generators for comparison."""
     python, (_, words, *others), torchs, _ = random_state()
     return python, words.tobytes(), others, torchs.numpy().tobytes()
 
 
 def _skips(model: PreTrainedModel, ids: Tensor) -> bool:
-    """Return whether training skips layers at random when the noise settings are raised."""
+    """Return whether training skips layers at random if noise settings are nonzero."""
     if not any(any(noise_of(x).values()) for x in (*configs_of(model), *model.modules())):
         return False
     watch = Watch(small_copy(model, noise=0.5)[0].train())
@@ -644,7 +648,7 @@ def _skips(model: PreTrainedModel, ids: Tensor) -> bool:
 
 
 def divides_by_items(model: PreTrainedModel) -> bool:
-    """Return whether a model's loss of whole batches is a sum of token losses over `num_items_in_batch`."""
+    """Return whether a model's loss for whole batches is the sum of token losses divided by `num_items_in_batch`."""
     small = small_copy(model)[0]
     ids, items = tokens_for(small.config, ROWS, TOKENS), 2.0 * ROWS * TOKENS
     shifted = F.pad(ids[:, 1:], (0, 1), value=IGNORE)
@@ -670,7 +674,10 @@ def _loss(model: Any, ids: Tensor) -> dict[str, Any]:
 
 
 def _balances(model: Any, ids: Tensor, labels: Tensor, items: float, **given: Any) -> bool | None:
-    """Return whether a loss includes an expert balance term, or None if the rest is not token losses over `items`."""
+    """Return whether a loss includes an expert balance term.
+
+    Return None if the rest of the loss is not the sum of token losses divided by `items`.
+    """
     with torch.no_grad():
         output = call(model, ids, labels=ids, **given)
     part = getattr(output, "aux_loss", None)

@@ -1,4 +1,4 @@
-"""Inputs with images or sounds for a small copy, chosen by the kind of input that the copy's forward accepts."""
+"""Make image or audio inputs for a small copy, in a form that the copy's forward accepts."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .look import tensors_in
 from .small import PATCHES, call, parameters_of, tokens_for
 
 Batch = dict[str, Any]
-ROWS = ((), (0,), (1, 0))  # the sizes of the images in each row of a batch
-PLAIN = 5  # text tokens before each image, and minimum number after the last
-# inputs that locate patches
+ROWS = ((), (0,), (1, 0))  # the size indices of the images in each row of a batch
+PLAIN = 5  # number of text tokens before each image, and minimum number after the last image
+# arguments that specify the locations of patches
 SIZED = re.compile(r".*grid_(thw|hws?)|(target|.*merge)_sizes|spatial_shapes|.*position_ids")
-STRIP = "target_sizes"  # for images whose patches are joined side by side
-GRIDS = (((4, 4), (4, 8)), ((6, 6), (6, 12)), ((8, 8), (8, 16)))  # pairs of sizes, in rows and columns of patches
+STRIP = "target_sizes"  # for images whose patches are joined into one strip
+GRIDS = (((4, 4), (4, 8)), ((6, 6), (6, 12)), ((8, 8), (8, 16)))  # pairs of image sizes, in rows and columns of patches
 WHOLE = ((PATCHES, PATCHES), (PATCHES, PATCHES // 2))
-TILES = ((1, 2), (3, 5), (2, 3))  # pairs of tile numbers per image
-FRAMES = (200, 400, 80)  # the numbers of frames of a sound
+TILES = ((1, 2), (3, 5), (2, 3))  # pairs of numbers of tiles per image
+FRAMES = (200, 400, 80)  # the numbers of frames of an audio input
 
 
 class _Medium(NamedTuple):
     noun: str
-    method: str  # the method that makes features
-    tokens: tuple[str, str, str]  # config names of the tokens before, in place of and after features
+    method: str  # the method that computes features
+    tokens: tuple[str, str, str]  # config names of the tokens before, at and after features
 
 
-PICTURES = _Medium(
-    "pictures",
+IMAGES = _Medium(
+    "images",
     "get_image_features",
     (
         r"(vision_start|image_start|image_bos|boi)_token_(id|index)|im_start_id",
@@ -47,26 +47,26 @@ PICTURES = _Medium(
         r"(vision_end|image_end|eoi)_token_(id|index)|im_end_id",
     ),
 )
-SOUNDS = _Medium(
-    "sounds",
+AUDIO = _Medium(
+    "audio",
     "get_audio_features",
     (r"(audio_start|audio_bos|boa)_token_(id|index)", r"audio_token_(id|index)", r"(audio_end|eoa)_token_(id|index)"),
 )
 
 
 def media_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]] = ROWS) -> tuple[Batch | None, str]:
-    """Make inputs with images, or with sounds if a model does not encode images.
+    """Make inputs with images, or with audio if a model does not encode images.
 
     Args:
         model: A small copy.
-        rows: The size index, 0 or 1, of each image in each row. All images have the same size if the kind of input has
-            no sizes.
+        rows: The size index, 0 or 1, of each image in each row. All images have the same size if the model supports
+            only one size.
 
     Returns:
-        (inputs of the forward with labels, ""), or (None, a clause with the reason).
+        (the forward's inputs with labels, ""), or (None, a clause with the reason for failure).
     """
     reasons: list[str] = []
-    for medium in (PICTURES, SOUNDS):
+    for medium in (IMAGES, AUDIO):
         owner = next((module for module in reversed([*model.modules()]) if _takes(module, medium)), None)
         tokens = [_token(model.config, names) for names in medium.tokens]
         if owner is None:
@@ -81,7 +81,7 @@ def media_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]] = ROWS) ->
                     return _batch(model, owner, medium, found[:number], tokens, rows), ""
                 except Exception as error:
                     said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-            first = first or said  # the error for one size of the likeliest kind
+            first = first or said  # the error for one size, with the likeliest kind of input
         reasons.append(f"no {medium.noun} were found that its {medium.method} takes ({first})")
     return None, reasons[0] if reasons else "it has no get_image_features, whose results take the places of tokens"
 
@@ -101,13 +101,13 @@ def padded(model: PreTrainedModel, batch: Batch, left: Collection[int], length: 
 
 
 def placeholders(config: PreTrainedConfig) -> list[int]:
-    """Return the tokens that features replace, as named in a config."""
-    names = (PICTURES.tokens[1], r"video_token_(id|index)", SOUNDS.tokens[1])
+    """Return the tokens that features replace, according to a config."""
+    names = (IMAGES.tokens[1], r"video_token_(id|index)", AUDIO.tokens[1])
     return [token for token in (_token(config, name) for name in names) if token is not None]
 
 
 def _takes(module: nn.Module, medium: _Medium) -> bool:
-    """Return whether a module makes features with a method that names its inputs."""
+    """Return whether a module computes features with a method that has named inputs."""
     method = getattr(module, medium.method, None)
     return method is not None and "args" not in inspect.signature(method).parameters
 
@@ -124,11 +124,11 @@ def _number(config: PreTrainedConfig, names: str, default: int) -> int:
 
 
 def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> Iterator[list[Batch]]:
-    """Yield inputs for a method that makes features, each with two images of different sizes or with one sound."""
+    """Yield inputs for a method that computes features, with two images of different sizes or one audio input."""
     parameters = inspect.signature(getattr(owner, medium.method)).parameters
     values, *others = [name for name in parameters if name not in ("self", "kwargs")]
     required = [name for name in others if parameters[name].default is inspect.Parameter.empty]
-    if medium is SOUNDS:
+    if medium is AUDIO:
         bins = _number(config, "num_mel_bins|n_mel_bins|input_dim|feature_size", 80)
         bins *= _number(config, "num_stacked_frames", 1)
         masks = [name for name in others if name in required or "mask" in name]
@@ -140,7 +140,7 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
     times, merge = _number(config, "temporal_patch_size|patch_temporal", 1), _number(config, ".*merge_size", 2)
     sizes = [name for name in others if SIZED.fullmatch(name)]
 
-    def picture(shape: Sequence[int], grid: tuple[int, int]) -> Batch:
+    def image(shape: Sequence[int], grid: tuple[int, int]) -> Batch:
         """Return the inputs for an image with the given numbers of rows and columns of patches."""
         known = {
             r".*merge_sizes": torch.tensor([merge]),
@@ -155,7 +155,7 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
         return {values: _drawn(shape), **named}
 
     one, pool = channels * patch**2, _number(config, "pooling_kernel_size", 1)
-    if sizes:  # patches: of all images in one dimension, or one row per image
+    if sizes:  # patches of all images in one dimension, or in one row per image
         flat: list[tuple[int, ...]] = [
             (-1, times * one),
             (-1, channels, patch, patch),
@@ -167,13 +167,13 @@ def _examples(config: PreTrainedConfig, owner: nn.Module, medium: _Medium) -> It
             flat = [(1, channels, patch, -patch)]
         for pair in GRIDS:
             for sides in flat:
-                yield [picture([x if x > 0 else -x * math.prod(grid) for x in sides], grid) for grid in pair]
+                yield [image([x if x > 0 else -x * math.prod(grid) for x in sides], grid) for grid in pair]
         return
-    yield [picture((1, channels, grid[0] * patch, grid[1] * patch), grid) for grid in WHOLE]
-    yield [picture((1, PATCHES**2, one), WHOLE[0])]
+    yield [image((1, channels, grid[0] * patch, grid[1] * patch), grid) for grid in WHOLE]
+    yield [image((1, PATCHES**2, one), WHOLE[0])]
     for tiles in TILES:
         shapes = [(1, x, channels, PATCHES * patch, PATCHES * patch) for x in tiles]
-        yield [picture(shape, (PATCHES * x, PATCHES * x)) for x, shape in enumerate(shapes, 1)]
+        yield [image(shape, (PATCHES * x, PATCHES * x)) for x, shape in enumerate(shapes, 1)]
 
 
 def _drawn(shape: Sequence[int]) -> Tensor:
@@ -188,7 +188,7 @@ def _batch(
     tokens: list[Any],
     rows: Sequence[Sequence[int]],
 ) -> Batch:
-    """Make inputs, and return them after a successful call of the model."""
+    """Make inputs, and return the inputs if the model's call with them succeeds."""
     config, forward = model.config, parameters_of(model)
     device = next(model.parameters()).device
     examples = [{name: x.to(device) for name, x in example.items()} for example in examples]
@@ -198,15 +198,15 @@ def _batch(
     ids = tokens_for(config, len(rows), PLAIN + max(sum(PLAIN + numbers[x] + 2 for x in row) for row in sizes))
     behind = torch.ones_like(ids)
     before, place, after = tokens
-    for row, pictures in enumerate(sizes):
+    for row, images in enumerate(sizes):
         at = 0
-        for size in pictures:
+        for size in images:
             new = [x for x in (before, *[place] * numbers[size], after) if x is not None]
             at += PLAIN + len(new)
             ids[row, at - len(new) : at] = torch.tensor(new)
         behind[row, :at] = 0
     stands = torch.eq(ids, place).long()
-    # bidirectional tokens: images, or everything before an answer
+    # bidirectional tokens, which are image tokens or all tokens before an answer
     prefix = getattr(text_config(config), "use_bidirectional_attention", False)
     types = {
         "mm_token_type_ids": stands,
@@ -226,20 +226,20 @@ def _batch(
 
 
 def _number_of_features(found: Any) -> int:
-    """Return how many tokens a method's results replace."""
+    """Return the number of tokens that a method's results replace."""
     pooled = getattr(found, "pooler_output", None)
     features = tensors_in(getattr(found, "last_hidden_state", found) if pooled is None else pooled)
     return sum(x[..., 0].numel() for x in features)
 
 
-def joined(pictures: Sequence[Batch]) -> Batch:
+def joined(images: Sequence[Batch]) -> Batch:
     """Join images, or the images of several batches, into one batch.
 
-    Images are padded to the largest size, or concatenated into one strip of patches.
+    Images are padded to the largest size or concatenated into one strip of patches.
     """
     whole: Batch = {}
-    for name in (names := dict.fromkeys(name for picture in pictures for name in picture)):
-        given: list[Any] = [picture[name] for picture in pictures if name in picture]
+    for name in (names := dict.fromkeys(name for image in images for name in image)):
+        given: list[Any] = [image[name] for image in images if name in image]
         if isinstance(given[0], list):
             whole[name] = list(itertools.chain(*given))
             continue

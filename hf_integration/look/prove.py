@@ -1,6 +1,6 @@
-"""A proof, before training, that sequence parallelism is exact for a model of an untested family.
+"""Prove before training that sequence parallelism is exact for a model of an untested family.
 
-The proof compares unsplit and shared runs of a small copy of the model.
+The proof compares runs of a small copy of the model with and without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from .look import tensors_in
 from .media import media_batch, padded
 from .small import call, layers_of, small_copy, tokens_for
 
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # by message dtype
-MOST_OWN = 1e-4  # maximum error of a plain fp32 copy against fp64 that widens the tolerance
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # maximum relative difference by message dtype
+MOST_OWN = 1e-4  # the largest error of a plain fp32 copy, compared with fp64, that widens the tolerance
 FLOOR = 3e-2  # gradients are compared relative to at least this fraction of the largest gradient
 
 
 Batch = dict[str, Tensor]
 LOSS, OUTPUT, GRADIENT = "loss", "output", "gradient of "
 PROOF = "proof of a model"  # the name of the compared values in errors
-AROUND = "padding around"  # the numbers of padding tokens before and after a document, which have no output
+AROUND = "padding around"  # the numbers of padding tokens before and after a document, for which no output is compared
 
 
 @dataclasses.dataclass
 class _Outcome:
     """A model's results for a batch."""
 
-    values: dict[str, Tensor]  # loss, output, and each parameter's gradient, by their names in error messages
-    layers: list[Tensor]  # each layer's output, or this rank's part of the output
+    values: dict[str, Tensor]  # loss, output and parameter gradients, by the names used in error messages
+    layers: list[Tensor]  # each layer's output, or this rank's part of it
     spec: ShardSpec | None  # the spec of this rank's part
-    by_row: bool  # whether a head returns one output per row, regardless of documents
+    by_row: bool  # whether a head returns one output per row instead of one per token
 
 
 def prove(
@@ -65,12 +65,12 @@ def prove(
     patch: Callable[[Any], object],
     unpatch: Callable[[Any], object],
 ) -> str:
-    """Compare a small copy of a model, patched and unpatched, in fp32. The call is collective over the ranks of `sp`.
+    """Compare a small copy of a model, patched and unpatched, in fp32. The call is collective across the ranks of `sp`.
 
-    Loss, outputs and the gradients of all parameters must agree to 1e-5, for a plain, a padded and a packed batch. A
-    classifier's result for a row may come from padding, or from one document of a pack, so for the last two batches
-    only its base model is compared. If all results agree, a model that takes media is also compared on batches with
-    media.
+    Loss, outputs and all parameter gradients must agree to 1e-5 for a plain, a padded and a packed batch. A
+    classifier's result for a row may come from padding or from one document of a pack. For padded and packed batches,
+    only the classifier's base model is therefore compared. If all results agree, a model that takes media is also
+    compared on batches with media.
 
     Args:
         model: An unwrapped transformers model. The model's tensors are not read.
@@ -80,7 +80,7 @@ def prove(
         unpatch: Restores the copy.
 
     Returns:
-        A clause that says why the model must not be called with media, or "" if media are safe.
+        A clause that explains why the model must not be called with media, or "" if media are supported.
 
     Raises:
         ConfigError: On all ranks, if the results do not agree or the copy does not run. The message names the first
@@ -103,10 +103,10 @@ def prove(
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The difference between a small copy that shares sequences and the same copy unsplit."""
+    """The difference between a small copy's results with and without sequence parallelism."""
 
     wrong: str = ""  # a clause that describes and locates the first error; "" if there is none
-    kind: str = ""  # the kind of the wrong batch: "plain", "padded" or "packed"
+    kind: str = ""  # the kind of batch with the error: "plain", "padded" or "packed"
     largest: float = 0.0  # the largest relative difference
 
 
@@ -118,7 +118,7 @@ def compared(
     unpatch: Callable[[Any], object],
     batches: Callable[[Any, SequenceParallel], dict[str, Batch]] | None = None,
 ) -> Comparison:
-    """Return how patching a small copy of a model changes its results.
+    """Return the changes to a small copy's results that patching causes.
 
     Args:
         model: See `prove`.
@@ -126,7 +126,7 @@ def compared(
         facts: See `prove`.
         patch: See `prove`.
         unpatch: See `prove`.
-        batches: Returns batches by kind, given the copy and `sp`, or None for text batches.
+        batches: A function that returns batches by kind, given the copy and `sp`, or None for text batches.
     """
     with _in_fp32(sp):
         try:
@@ -146,11 +146,11 @@ def _compared(
     small = called = _on_all(sp, lambda: small_copy(model, sp.device)[0].train())
     tolerance, largest, by_row = TOLERANCE[sp.config.comm_dtype], 0.0, False
     for kind, batch in _on_all(sp, lambda: batches(small, sp)).items():
-        if kind == "packed" and sp.size == 1:  # on one rank the plain model runs, which may mix documents
+        if kind == "packed" and sp.size == 1:  # a single rank runs the plain model, which may mix documents
             continue
-        # in the plain model, an index may count its blocks from a row's padding
+        # in the plain model, an index may count blocks from the start of a row's padding
         in_documents = kind == "packed" or (kind == "padded" and facts.gathered and not facts.counts_padding)
-        if in_documents and facts.balance:  # the balance depends on all documents together
+        if in_documents and facts.balance:  # the expert balance depends on all documents together
             set_balance_weight(small, 0.0)
         alone, place = _documents(batch) if in_documents else [batch], f", in a {kind} batch"
         if by_row:
@@ -161,11 +161,11 @@ def _compared(
         got = _on_all(sp, functools.partial(_outcome, called, [batch], sp), place)
         unpatch(small)
         wrong, gap = difference(expected.values, got.values, tolerance)
-        if _number_on_all(sp, bool(wrong)):  # unless the plain copy is about as far from its own fp64 results
+        if _number_on_all(sp, bool(wrong)):  # unless the plain copy differs from its fp64 results by about as much
             try:
                 truth = _on_all(sp, functools.partial(_in_fp64, called, alone))
                 wrong, gap = difference(truth, got.values, tolerance, plain=expected.values)
-            except _Failed as reason:  # without fp64 results, any difference is an error
+            except _Failed as reason:  # without fp64 results, every difference counts as an error
                 wrong = wrong and f"{wrong} (beside a plain copy in fp64 {reason})"
         largest = max(largest, gap)
         if _number_on_all(sp, bool(wrong)):
@@ -186,8 +186,9 @@ class _Failed(Exception):
 
 
 def _on_all(sp: SequenceParallel, compute: Callable[[], Any], place: str = "") -> Any:
-    """Return a function's result after it has succeeded on all ranks. Raise _Failed on all ranks if the function fails
-    on any rank.
+    """Return a function's result once the function has succeeded on all ranks.
+
+    Raise _Failed on all ranks if the function fails on any rank.
     """
     result, raised = None, ""
     try:
@@ -205,7 +206,7 @@ def _number_on_all(sp: SequenceParallel, number: int) -> int:
 
 def _batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:
     tokens = max(23, 2 * sp.multiple + 5)
-    tokens += tokens == model.config.num_labels  # otherwise a row's scores would look like one number per token
+    tokens += tokens == model.config.num_labels  # otherwise a row's scores could be mistaken for one number per token
     ids = tokens_for(model.config, 2, tokens)
     mask, at = torch.ones_like(ids), torch.arange(tokens)
     mask[0, : tokens // 4] = mask[1, -(tokens // 3) :] = 0
@@ -229,7 +230,7 @@ def _media_batches(model: Any, sp: SequenceParallel) -> dict[str, Batch]:
 
 
 def _documents(batch: Batch) -> list[Batch]:
-    """Return each document of a packed batch as a separate batch, or each row of a padded batch without padding."""
+    """Return each document of a packed batch, or each unpadded row of a padded batch, as a separate batch."""
     documents = []
     for row, ids in enumerate(batch["input_ids"]):
         if "position_ids" in batch:
@@ -245,7 +246,7 @@ def _documents(batch: Batch) -> list[Batch]:
 
 
 def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = None) -> _Outcome:
-    """Return a model's results for a batch, or for its documents one by one.
+    """Return a model's results for a batch, or for the batch's documents one by one.
 
     Args:
         sp: The SequenceParallel of a patched model, or None for an unpatched model.
@@ -269,10 +270,10 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
         by_token = [_without_padding(x, batch) for x in found if x.shape[:2] == batch["input_ids"].shape]
         by_token = [F.pad(x, (*[0] * (2 * x.dim() - 4), *around)) if any(around) else x for x in by_token]
         by_row = bool(found) and not by_token and not has_loss
-        outputs.append(by_token or found[:1])  # tiled losses make no logits
+        outputs.append(by_token or found[:1])  # tiled losses do not compute logits
         if not has_loss:
             losses.append(torch.stack([_weighted(x) for x in outputs[-1]]).sum() / total)
-        elif number:  # a document of a single token predicts nothing
+        elif number:  # a document with a single token predicts nothing
             losses.append(output.loss * (number / total))
     loss = torch.stack(losses).sum()
     loss.backward()
@@ -289,17 +290,18 @@ def _outcome(model: Any, batches: list[Batch], sp: SequenceParallel | None = Non
         for index, each in enumerate(zip(*outputs, strict=True))
     }
     spec = getattr(outputs[0][0], "shard_spec", None) if outputs[0] else None
-    of_head = {LOSS: loss.detach()} if has_loss else {}  # other losses are our own sums, whose terms may cancel out
+    # if the model returns no loss, `loss` is our own sum, whose terms may cancel out
+    of_head = {LOSS: loss.detach()} if has_loss else {}
     return _Outcome({**of_head, **whole, **values}, layers, spec, by_row)
 
 
 def _outputs(output: Any) -> list[Tensor]:
-    """Return the tensors of an output, without the tuples of per-layer tensors."""
+    """Return an output's tensors, excluding tuples of per-layer tensors."""
     return [x for x in output.values() if isinstance(x, Tensor)] if isinstance(output, Mapping) else tensors_in(output)
 
 
 def _weighted(output: Tensor) -> Tensor:
-    """Return a sum of an output in which each channel has a different weight."""
+    """Return a weighted sum of an output, with a different weight for each channel."""
     if output.dim() < 3:
         return output.sum()
     return (output * torch.linspace(0.5, 1, output.shape[-1], device=output.device)).sum()
@@ -310,7 +312,7 @@ def _predicted(batches: list[Batch]) -> int:
 
 
 def _without_padding(output: Tensor, batch: Batch) -> Tensor:
-    """Return an output with its padding set to 0, since values at padding are arbitrary."""
+    """Return an output with zeros at padding, since values at padding are arbitrary."""
     mask = batch.get("attention_mask")
     return output if mask is None else output * mask.reshape(*mask.shape, *(1 for _ in output.shape[2:]))
 
@@ -322,17 +324,17 @@ def difference(
     order: float = math.inf,
     plain: Mapping[str, Tensor] | None = None,
 ) -> tuple[str, float]:
-    """Return (a clause that describes the first difference, or "" without one; the largest difference).
+    """Return (a clause that describes the first difference, or "" if there is none; the largest difference).
 
     If all gradients are wrong by the same factor, the clause names the factor.
 
     Args:
-        expected: Values by name, with gradients as "gradient of ...".
+        expected: Values by name. Gradients are named "gradient of ...".
         got: The values to test, with the same names.
         tolerance: The largest allowed relative difference.
-        order: The order of the norm that measures differences.
-        plain: The plain model's values, if `expected` are more exact. Differences up to twice the plain model's error
-            are then allowed too.
+        order: The order of the norm for measuring differences.
+        plain: The plain model's values, if the `expected` values are more exact. Differences of up to twice the plain
+            model's error are then also allowed.
     """
     gradients = {name: x for name, x in expected.items() if name.startswith(GRADIENT)}
     floor = FLOOR * max([float(x.norm(order)) for x in gradients.values()], default=0.0)
@@ -355,8 +357,9 @@ def _gap(expected: Tensor, got: Tensor, floor: float = 0.0, order: float = math.
 
 
 def _unlike_layer(expected: _Outcome, got: _Outcome, tolerance: float) -> str:
-    """Return " from layer N on" for the first layer whose output differs. The call is collective over the sequence's
-    ranks.
+    """Return " from layer N on" for the first layer whose output differs.
+
+    The call is collective across the ranks that share the sequence.
     """
     for number, (whole, local) in enumerate(zip(expected.layers, got.layers, strict=True)):
         if got.spec is None or local.shape[:2] != got.spec.lead:

@@ -1,4 +1,4 @@
-"""Sizes of a transformers model for the planner, from a model on any device or from its config."""
+"""Determine a transformers model's sizes for the planner, from a model on any device or from a config."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WHOLE_NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_a
 
 
 def numbers_of(place: str) -> Model:
-    """Return the sizes of the model in `place`, which is a folder with a config.json or the file itself.
+    """Return the sizes of the model in `place`, which is a config.json file or a folder that contains one.
 
     Raises ConfigError for any other path, or if transformers cannot make a model from the config.
     """
@@ -55,12 +55,12 @@ INDEX = re.compile(r"index(er)?_(topk|budget).*|keep_window_size")  # config set
 
 
 def config_of(place: str) -> PreTrainedConfig:
-    """Return the model configuration in `place`. Paths and errors are the same as for `numbers_of`."""
+    """Return the model configuration in `place`. See `numbers_of` for paths and errors."""
     return _of_config(place, lambda config: config)
 
 
 def random_model(place: str) -> PreTrainedModel:
-    """Return a model for training, with the configuration in `place` and random weights."""
+    """Return a model for training that has random weights and the configuration in `place`."""
     config = config_of(place)
     config.use_cache = False
     return _maker(config)(config)
@@ -88,7 +88,7 @@ def _made(place: str, content: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _with_floats(value: Any) -> Any:
-    """Replace objects such as {"__float__": "Infinity"}, which transformers writes into config files, by floats."""
+    """Replace objects such as {"__float__": "Infinity"}, which transformers writes into config files, with floats."""
     if isinstance(value, dict) and value.keys() == {"__float__"}:
         return float(value["__float__"])
     if isinstance(value, dict):
@@ -99,7 +99,7 @@ def _with_floats(value: Any) -> Any:
 def config_sizes(config: PreTrainedConfig) -> Model:
     """Return the sizes of the model that a configuration describes.
 
-    Parameters are counted on the meta device, so the number is right for every family.
+    Parameters are counted on the meta device, so their number is exact for every family.
     """
     check_model(config.to_dict())
     check_model(text_config(config).to_dict())
@@ -111,7 +111,7 @@ def config_sizes(config: PreTrainedConfig) -> Model:
 
 
 def _maker(config: PreTrainedConfig) -> Callable[..., PreTrainedModel]:
-    """Return the function that makes a model with a token head from a configuration."""
+    """Return the function that creates a model with a token head from a configuration."""
     makers = {
         AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -128,9 +128,9 @@ def _uncounted(config: PreTrainedConfig, why: str) -> ConfigError:
 
 
 def model_sizes(model: PreTrainedModel) -> Model:
-    """Return the sizes of a model, on any device, whole or sharded by ZeRO-3.
+    """Return the sizes of a model on any device, whether whole or partitioned by ZeRO-3.
 
-    Raises ConfigError unless the model is a head on a stack of layers with attention or a state.
+    Raises ConfigError unless the model consists of a head and a stack of layers with attention or a state.
     """
     from ds_seqpar.planner.request import Model
 
@@ -156,7 +156,7 @@ def model_sizes(model: PreTrainedModel) -> Model:
         layers=len(layers),
         heads=heads or state_heads,
         kv_heads=kv_heads or state_heads,
-        # in latent attention (MLA) head_dim is the width of RoPE
+        # in latent attention (MLA), head_dim is the width of RoPE
         head_dim=number_of(config, "qk_head_dim") or number_of(config, "head_dim") or hidden // (heads or state_heads),
         vocab=config.vocab_size,
         parameters=_elements(model),
@@ -196,7 +196,7 @@ def _gathers(config: PreTrainedConfig, attention: Sequence[nn.Module]) -> bool:
 
 
 def _index(config: PreTrainedConfig, attention: Sequence[Any]) -> Index | None:
-    """Return the sizes of layers that select latents with an index of single tokens, or None if there are none."""
+    """Return the sizes of layers that select latents with a per-token index, or None if there are no such layers."""
     from ds_seqpar.planner.request import Index
 
     picking = [x for x in attention if sparse.selects(x)]
@@ -208,8 +208,9 @@ def _index(config: PreTrainedConfig, attention: Sequence[Any]) -> Index | None:
 
 
 def _mlp(layer: nn.Module, hidden: int, intermediate: int | list[int] | None) -> tuple[int, int]:
-    """Return (the width of a layer's MLP, its number of matrices of that width). Two fused gates count as two
-    matrices.
+    """Return (the width of a layer's MLP, the number of matrices with that width).
+
+    Two fused gates count as two matrices.
     """
     attending = {x for module in _attention_in(layer) for x in module.parameters()}
     own = [x for name, x in layer.named_parameters() if x not in attending and "lora_" not in name]
@@ -223,7 +224,7 @@ def _mlp(layer: nn.Module, hidden: int, intermediate: int | list[int] | None) ->
 def _tower(model: PreTrainedModel, stack: nn.Module, towers: list[PreTrainedModel]) -> Tower | None:
     """Return a model's image tower if it has one, otherwise its largest tower.
 
-    The parameters include those of all towers and of the modules that join features with tokens.
+    The parameter count includes all towers and the modules that join features with tokens.
     """
     from ds_seqpar.planner.request import Model, Tower
 
@@ -258,8 +259,9 @@ def _side(size: Any) -> int:
     return min(size) if isinstance(size, list | tuple) else size or 0
 
 
-# for each kind of layer with a state, attribute names or numbers: optionally a name unique to the kind, then heads,
-# key heads, width of keys, width of values, decays per head, and whether the state only decays
+# attribute names or numbers for each kind of layer with a state: optionally a name unique to the kind, then the number
+# of heads, the number of key heads, the widths of keys and values, the number of decays per head, and whether the state
+# only decays
 STATES: tuple[tuple[str | int, ...], ...] = (
     ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", 1, False),
     ("qkv_dim", "num_heads", "num_heads", "head_dim", "head_dim", "head_dim", False),
@@ -269,10 +271,10 @@ STATES: tuple[tuple[str | int, ...], ...] = (
 
 
 def _kinds_of_layers(layers: nn.ModuleList, hidden: int) -> dict[str, Any]:
-    """Return the `Model` fields with the numbers of layers that have attention, a state or an MLP.
+    """Return the `Model` fields that count the layers with attention, a state or an MLP.
 
-    Return {} if all layers have attention and an MLP. Raises ConfigError for a layer with a convolution of unknown
-    sizes.
+    Returns {} if all layers have attention and an MLP. Raises ConfigError for a layer that has a convolution of unknown
+    size.
     """
     states: list[StateLayers] = []
     with_state = attending = with_mlp = 0
@@ -282,7 +284,7 @@ def _kinds_of_layers(layers: nn.ModuleList, hidden: int) -> dict[str, Any]:
         states += mixers.values()
         with_state, attending = with_state + bool(mixers), attending + bool(attention)
         others = _elements(layer) - sum(map(_elements, (*mixers, *attention[:1])))
-        with_mlp += others > 8 * hidden  # more elements than norms
+        with_mlp += others > 8 * hidden  # more elements than norms have
     if not states:
         return {}
     largest = max(states, key=lambda sizes: (sizes.heads * sizes.keys * sizes.values, sizes.weights))
@@ -291,7 +293,7 @@ def _kinds_of_layers(layers: nn.ModuleList, hidden: int) -> dict[str, Any]:
 
 
 def _mixers(module: nn.Module) -> dict[nn.Module, StateLayers]:
-    """Return the outermost modules that have a state or a convolution, with their sizes."""
+    """Return the outermost modules that have a state or a convolution, along with their sizes."""
     if (sizes := _state_sizes(module)) is not None:
         return {module: sizes}
     return {mixer: sizes for child in module.children() for mixer, sizes in _mixers(child).items()}
@@ -305,7 +307,7 @@ def _state_sizes(module: Any) -> StateLayers | None:
     convs = [x for x in children if isinstance(x, nn.Conv1d)]
     if names is None and not convs:
         return None
-    # without LoRA's layers, and with the names used without LoRA
+    # without LoRA's layers, and with the same names as without LoRA
     linears = {name.removesuffix(".base_layer"): x for name, x in module.named_modules()
                if isinstance(x, nn.Linear) and "lora_" not in name}  # fmt: skip
     output = linears.get("out_proj", linears.get("o_proj"))

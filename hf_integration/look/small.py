@@ -1,7 +1,7 @@
-"""A small copy of a model: the same classes and kinds of layers, with few layers and small sizes.
+"""Make a small copy of a model, with the same classes and kinds of layers but fewer layers and smaller sizes.
 
-How a model's tokens interact depends on its classes and its config, not on its size. A copy that takes a second to
-create and run is therefore enough, even for a model on the meta device or partitioned by ZeRO-3.
+The way in which a model's tokens interact depends on the model's classes and config, not on its size. A copy that takes
+one second to create and run is therefore enough, even for a model on the meta device or partitioned by ZeRO-3.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from ..noise import noise_of
 from .facts import text_config
 
 VOCABULARY, WIDTH, INNER, RANK, FEW, POOL = 96, 64, 48, 32, 4, 2
-HEAD, CHANNELS = 8, 32  # the size of a head, and the channels of a convolution layer
-PATCHES, FRAMES = 8, 100  # patches along an image's side, and frames of a sound
+HEAD, CHANNELS = 8, 32  # the size of a head, and the number of channels of a convolution layer
+PATCHES, FRAMES = 8, 100  # number of patches along an image's side, and number of frames of an audio input
 LARGEST = 1 << 27  # the maximum number of parameters of a copy
-WINDOW = 5  # a config's first window; each further window is longer by 1, so that lengths identify windows
+# the length of a config's first window; each further window is one token longer, so that lengths identify windows
+WINDOW = 5
 # patterns for the names of a config's numbers
 LAYERS = re.compile(r"(num_|n_)?((hidden|decoder|encoder)_)?layers?|depth")
 TOKENS = re.compile(r"(?!type_).*vocab_size(_.*)?")
@@ -42,12 +43,12 @@ WIDTHS = re.compile(r"hidden_size|d_model|n_embd|emb_dim|dim|embedding_(size|dim
 INNERS = re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_inner|dff|dim_ff|d_ff).*")
 RANKS = re.compile(r".*lora_rank")
 WINDOWS = re.compile(r"(?!.*(layer|pattern)).*(window|local_attention|attention_chunk).*")
-# numbers of keys that an index selects, which would cover a short sequence
+# number of keys that an index selects; the unreduced number would cover a short sequence
 INDEXED = re.compile(r"index.*_(topk.*|block_size|budget)")
-# numbers of tokens that an index treats as one
+# number of tokens that an index treats as one
 POOLED = re.compile(r"compress_rates|index_kpool|indexer_compress_ratio")
-CHUNKS = re.compile(r"(mamba_)?chunk_size|block_size")  # numbers of tokens that a layer with a state computes at a time
-# a Mamba-2 layer's width as a multiple of the model's, its heads, and their size
+CHUNKS = re.compile(r"(mamba_)?chunk_size|block_size")  # number of tokens that a layer with a state computes at a time
+# a Mamba-2 layer's width as a multiple of the model's width, its number of heads, and the size of a head
 EXPANDED = [
     re.compile(x)
     for x in (r"(mamba_)?expand", r"mamba_n_heads|n_mamba_heads|num_heads", r"mamba_d_head|mamba_headdim|head_dim")
@@ -64,13 +65,13 @@ def small_copy(
 ) -> tuple[Any, tuple[str, ...]]:
     """Make a small copy of a model, with random fp32 weights and without dropout modules.
 
-    The copy is independent of zero.Init, of the default device and dtype, and of torch's generators.
+    The copy does not depend on zero.Init, the default device and dtype, or torch's random generators.
 
     Args:
         model: An unwrapped transformers model. The model's tensors are not read.
         device: The device of the copy.
         seed: The seed of the copy's weights.
-        noise: The value for all nonzero noise settings in the copy's config and modules.
+        noise: The value to which all nonzero noise settings in the copy's config and modules are set.
 
     Returns:
         (the copy, in evaluation mode; the sizes that could not be reduced).
@@ -121,7 +122,7 @@ def parameters_of(model: nn.Module) -> set[str]:
 
 
 def tokens_for(config: PreTrainedConfig, rows: int, tokens: int, seed: int = 1) -> Tensor:
-    """Return (rows, tokens) random token ids, without special tokens unless all are special."""
+    """Return (rows, tokens) random token ids, excluding special tokens unless all tokens are special."""
     text = text_config(config)
     named = [x for c in (config, text) for n, x in vars(c).items() if n.endswith("_id") or MEDIA_TOKENS.fullmatch(n)]
     special = {y for x in named for y in (x if isinstance(x, list | tuple) else [x]) if isinstance(y, int)}
@@ -131,7 +132,7 @@ def tokens_for(config: PreTrainedConfig, rows: int, tokens: int, seed: int = 1) 
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of a model's text model: the largest stack whose length is given in its config."""
+    """Return the layers of a model's text part, which is the largest stack whose length is in the config."""
     text = text_config(model.config)
     numbers = [x for name, x in vars(text).items() if type(x) is int and LAYERS.fullmatch(name)]
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and type(m.config) is type(text)]
@@ -140,7 +141,7 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _kind(config: PreTrainedConfig, layer: nn.Module, index: int, number: int) -> tuple:
-    """Return the properties that distinguish a layer from layers of other kinds."""
+    """Return the properties that distinguish kinds of layers."""
     lists = [x for x in vars(text_config(config)).values() if isinstance(x, list | tuple) and len(x) == number]
     by_layer = [x[index] for x in lists if [*x] != [*range(number)]]
     attributes = [
@@ -155,12 +156,12 @@ def _tells(name: str, value: Any) -> bool:
 
 
 def _prefix(kinds: list[tuple]) -> int:
-    """Return the number of first layers that include all kinds; at least two, so that layers can interact."""
+    """Return the number of first layers that include all kinds, and at least two so that layers can interact."""
     return min(len(kinds), max(2, 1 + max(map(kinds.index, kinds), default=0)))
 
 
 def _classes(layers: list[nn.Module]) -> set[tuple]:
-    """Return the classes of each layer's modules, without modules that adapters and quantizers add."""
+    """Return the classes of each layer's modules, excluding modules that adapters and quantizers add."""
     types = [[type(module) for module in layer.modules()] for layer in layers]
     return {tuple(x for x in each if not x.__module__.startswith(("torch.", "peft.", *QUANTIZERS))) for each in types}
 
@@ -180,16 +181,17 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
         small = new_model(type(model), config)
         for name, parameter in small.named_parameters():
             spread, wanted = float(parameter.std(correction=0)), 0.25 * (1, *parameter.shape)[-1] ** -0.5
-            # norms, biases, sinks, gates: values of 0 or 1 would hide their effect
+            # norms, biases, sinks and gates are random, since values of 0 or 1 would hide their effect
             if parameter.dim() < 2 or spread == 0:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-                # heads as wide as the model's, with unscaled scores, would amplify rounding
+                # heads as wide as the original model's, with unscaled scores, would amplify rounding errors
                 parameter.mul_(0.25 if name.endswith("q_norm.weight") else 1)
             elif spread < wanted:
                 parameter.mul_(wanted / spread)
-            if parameter.dim() > 1:  # zero rows for padding: dividing by their norm would have no gradient
+            # zero rows for padding are replaced, since dividing by their norm would have no gradient
+            if parameter.dim() > 1:
                 parameter.add_((parameter == 0).all(-1, keepdim=True) * wanted * torch.randn_like(parameter))
-    # set after the model is made, since modules read it; without it, heads accept only one row
+    # set after the model is created, since modules read the pad token; without a pad token, heads accept only one row
     for part in (config, text):
         if getattr(part, "pad_token_id", None) is None:
             part.pad_token_id = 0
@@ -198,7 +200,7 @@ def _made(model: PreTrainedModel, number: int, layers: int, sizes: bool, seed: i
 
 @contextlib.contextmanager
 def _own_world(seed: int) -> Iterator[None]:
-    """Context manager that gives torch the defaults of a new process, and restores the previous settings on exit."""
+    """Context manager that sets torch's settings to the defaults of a new process, and restores them on exit."""
     dtype = torch.get_default_dtype()
     with outside_zero_init(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(seed)
@@ -220,7 +222,7 @@ Rules = list[tuple[re.Pattern[str], Callable[["_Cut", str, int], int]]]
 
 
 class _Cut:
-    """The rules that reduce one config's numbers."""
+    """The rules for reducing a config's numbers."""
 
     def __init__(
         self, config: PreTrainedConfig, rules: Rules, widths: dict[int, int], number: int = 0, layers: int = 0
@@ -233,7 +235,7 @@ class _Cut:
         self.width = self._first(["hidden_size"] if self.is_text else TOWER_WIDTHS)
         self.heads = self._first(["num_attention_heads"] if self.is_text else TOWER_HEADS) or 1
         self.sized = self.is_text and any(type(x) is int and HEAD_SIZE.fullmatch(n) for n, x in self.values.items())
-        # a head's size defaults to width / heads; several position axes share its channels
+        # a head's size defaults to width / heads; several position axes share the head's channels
         head = HEAD * (2 if "mrope_section" in str(self.values.get("rope_parameters")) else 1)
         self._narrow = WIDTH if self.sized else self.heads * min(head, max(1, self.width // self.heads))
         if self.width:  # equal widths stay equal
@@ -243,7 +245,7 @@ class _Cut:
         self.area = Fraction(PATCHES, side // patch) ** 2 if side and patch else Fraction(1)
 
     def _first(self, names: Iterable[str]) -> int:
-        """Return the first integer with one of the given names, alone or in a list, or 0 if there is none."""
+        """Return the first integer with one of the given names, alone or in a list. Return 0 if no name is found."""
         found = (
             x[0] if isinstance(x, list | tuple) and x else x
             for x in map(self.values.get, (self.names.get(name, name) for name in names))
@@ -281,7 +283,7 @@ DEPTHS: Rules = [
 ]
 TEXT: Rules = [
     (WINDOWS, _Cut.window),
-    # numbers of the model's input besides hidden states
+    # sizes of model inputs other than hidden states
     (re.compile(r"attention_hidden_size"), lambda cut, name, value: value // cut.width * cut.narrow),
     (re.compile(r"pad_token_id"), lambda cut, name, value: value if value < VOCABULARY else 0),
     (TOKENS, lambda cut, name, value: min(value, VOCABULARY)),
@@ -292,7 +294,7 @@ TEXT: Rules = [
     (POOLED, lambda cut, name, value: min(value, POOL)),
     (CHUNKS, lambda cut, name, value: min(value, CHUNK)),
 ]
-# rules for towers, which encode images and sounds, and for the config around towers and text model
+# rules for towers, which encode images and audio, and for the config that contains the towers and the text model
 TOWER: Rules = [
     (re.compile(r"image_size|.*pinpoints"), lambda cut, name, value: int(value * cut.side)),
     (re.compile(r"(mm|num_image)_tokens.*|.*query_dict"), lambda cut, name, value: math.ceil(value * cut.area)),
@@ -303,7 +305,7 @@ TOWER: Rules = [
 
 
 def _cuts(config: PreTrainedConfig, number: int, layers: int) -> list[tuple[PreTrainedConfig, _Cut]]:
-    """Return how to reduce the numbers of each part of a config.
+    """Return the rules for reducing the numbers of each part of a config.
 
     Args:
         number: The number of layers of the text model.
@@ -311,12 +313,12 @@ def _cuts(config: PreTrainedConfig, number: int, layers: int) -> list[tuple[PreT
     """
     text, widths = text_config(config), dict[int, int]()
     towers = [part for part in _parts(config) if part is not text]
-    # otherwise the config itself is the text model's, or was copied for the text model
+    # otherwise the config itself belongs to the text model, or was copied for the text model
     has_text = len(towers) < len([*_parts(config)])
     cuts = [(part, _Cut(part, TOWER, widths)) for part in towers]
     of_text = text if has_text else config
     cuts.append((of_text, _Cut(of_text, TEXT, widths, number, layers)))
-    if has_text:  # the outer config specifies the text model's width, and a tower's layers and images
+    if has_text:  # the outer config specifies the text model's width and the tower's layers and images
         around = _Cut(config, [*TOWER, *TEXT], {})
         around.widths, around.width = widths, cuts[-1][1].width
         tower = max((cut for _, cut in cuts), key=lambda cut: (cut.side != 1, cut.number > 0))
@@ -326,7 +328,7 @@ def _cuts(config: PreTrainedConfig, number: int, layers: int) -> list[tuple[PreT
 
 
 def _shrink(config: PreTrainedConfig, cut: _Cut, sizes: bool) -> None:
-    """Reduce a config's layers and sizes."""
+    """Reduce a config's number of layers and its sizes."""
     values = vars(config)
     for name, value in list(values.items()):
         rules = [*DEPTHS, *cut.rules] if sizes else DEPTHS
@@ -352,7 +354,7 @@ def _of_each(rule: Callable[[int], int], value: Any) -> Any:
 
 
 def _sections(rope: Any, head: int, before: int) -> Any:
-    """Scale a RoPE config, whose position axes share the channels of a head, down to a smaller head."""
+    """Scale a RoPE config down to a smaller head whose channels the position axes share."""
     if not isinstance(rope, dict):
         return rope
     axes = rope.get("mrope_section") or []
@@ -362,7 +364,7 @@ def _sections(rope: Any, head: int, before: int) -> Any:
 
 
 def _renumber(parts: list[PreTrainedConfig]) -> None:
-    """Renumber the placeholder tokens of media to ids in the small vocabulary."""
+    """Renumber media placeholder tokens to ids in the small vocabulary."""
     ids: dict[int, int] = {}
     for part in parts:
         for name in [name for name in vars(part) if MEDIA_TOKENS.fullmatch(name)]:
@@ -371,7 +373,7 @@ def _renumber(parts: list[PreTrainedConfig]) -> None:
 
 
 def carry_over(model: PreTrainedModel, small: PreTrainedModel, noise: float) -> None:
-    """Copy user changes from a model to its small copy: hooks, forwards, modules of other classes, and noise."""
+    """Copy user changes to a model's small copy, including hooks, forwards, replaced modules and noise settings."""
     replaced: tuple[str, ...] = ()
     twins = dict(small.named_modules())
     for name, module in list(model.named_modules()):

@@ -1,8 +1,8 @@
 """Divide a call's images into shares, and join the features of all shares.
 
-No table of models is needed. A check on a small copy computes each image alone and all images together, and uses the
-first way of joining that makes both equal. If no way of joining works, for example because images attend to one
-another, the model has no `Cut`.
+No table of models is needed. A check on a small copy computes each image alone and all images together, and picks the
+first way of joining for which both results are equal. If no way of joining works, for example because images attend to
+one another, the model has no `Cut`.
 """
 
 from __future__ import annotations
@@ -18,43 +18,44 @@ from torch import Tensor
 from ds_seqpar.base.compat import tree_leaves
 from ds_seqpar.base.errors import InputError
 
-# in fp32, relative to the largest feature; images that attend to one another may differ only slightly more
+# the tolerance in fp32, relative to the largest feature; images that attend to one another may differ only slightly
+# more
 ROUNDING = 2e-6
-GRID, TILE, PICTURE = "grid", "tile", "picture"
-# how a result field is joined: concatenated tensors, lists with elements per image, lists whose elements are each
-# joined in one of these ways, and values that are the same in all shares
+GRID, TILE, IMAGE = "grid", "tile", "image"
+# ways to join a result field: concatenated tensors, lists with elements per image, lists whose elements are each joined
+# in one of these ways, and values that are the same in all shares
 CAT, LIST, EACH, SAME = "cat", "list", "each ", "same"
 WAYS = (CAT, LIST, EACH + CAT, EACH + LIST, SAME)
-# raised if a method does not support a share, or if results cannot be joined in the tested way
+# raised if a method does not support a share, or if results cannot be joined as tested
 UNFIT = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
 # internal fields that a tower returns besides the features that replace tokens
 INSIDE = re.compile(r".*(hidden_states?|attentions)")
 
 
 class Cut(NamedTuple):
-    """How a feature method is divided among ranks. All fields can be written as JSON."""
+    """The way in which a feature method is divided among ranks. All fields can be written as JSON."""
 
-    by: str  # GRID: patches of all images in one dim; TILE: images in dims 0 and 1; PICTURE: images in dim 0
-    grid: str = ""  # the argument with each image's numbers of frames, patch rows and patch columns
+    by: str  # GRID: patches of all images in one dim; TILE: images in dims 0 and 1; IMAGE: images in dim 0
+    grid: str = ""  # the argument that contains each image's numbers of frames, patch rows and patch columns
     dim: int = 0  # the dim of the patches
-    frames: bool = False  # whether the frames of a video can be on several ranks
+    frames: bool = False  # whether a video's frames can be divided among ranks
     drops: bool = False  # whether all-zero images, which pad rows, have no features
     ways: Mapping[str, str] = {}  # how each result field is joined
 
 
-class Pictures:
-    """The images of one call, their tiles, or the frames of videos, as elements that are assigned to ranks one by one.
+class Images:
+    """The images, tiles or video frames of one call, as elements that are assigned to ranks one by one.
 
     Attributes:
         costs: The cost of each element, in patches or tiles.
-        owners: For each element, the index of its image or row of images.
-        number: The number of images, or of rows.
+        owners: The index of each element's image or row of images.
+        number: The number of images or rows.
     """
 
     def __init__(self, arguments: Mapping[str, Any], cut: Cut) -> None:
         if cut.by == GRID and not isinstance(arguments.get(cut.grid), Tensor):
             raise InputError(
-                f"pictures need {cut.grid}, which says where each ends; got none, pass what a processor gives"
+                f"images need {cut.grid}, which says where each ends; got none, pass what a processor gives"
             )
         self.cut, self.arguments = cut, dict(arguments)
         self.values, values = next((name, x) for name, x in arguments.items() if isinstance(x, Tensor | list))
@@ -76,7 +77,7 @@ class Pictures:
                 self.arguments |= {name: arguments[name][kept][:, None] for name in leads}
 
     def of_elements(self, begin: int, end: int) -> list[int]:
-        """Return the owner of each element in a list of features, for the arguments from `part(begin, end)`."""
+        """Return the owner of each element in the list of features computed from `part(begin, end)`."""
         return [*dict.fromkeys(self.owners[begin:end])] if self.cut.by == GRID else self.owners[begin:end]
 
     def smallest(self) -> dict[str, Any]:
@@ -104,12 +105,12 @@ class Pictures:
             elif name == self.values or (isinstance(x, Tensor) and x.dim() and x.shape[0] == total):
                 size = x.shape[self.cut.dim]
                 if before * size % total or behind * size % total:
-                    raise ValueError(f"{size} of {name} are not shared by pictures of {self.costs} patches")
+                    raise ValueError(f"{size} of {name} are not shared by images of {self.costs} patches")
                 part[name] = x.narrow(self.cut.dim, before * size // total, (behind - before) * size // total)
         return part
 
     def shares(self, ranks: int) -> list[tuple[int, int]]:
-        """Return the begin and end of each rank's consecutive share, with costs balanced as evenly as possible."""
+        """Return the begin and end of each rank's contiguous share, with costs balanced as evenly as possible."""
         total, sums = sum(self.costs), itertools.accumulate(self.costs)
         middles = [behind - cost / 2 for behind, cost in zip(sums, self.costs, strict=True)]
         ends = [sum(middle * ranks < total * (rank + 1) for middle in middles) for rank in range(ranks)]
@@ -129,7 +130,7 @@ def joined(way: str, parts: Sequence[Any], owners: Sequence[list[int]], number: 
     Args:
         way: One of `WAYS`.
         parts: The field of each share's result.
-        owners: For each share, the owners of its list elements.
+        owners: The owners of each share's list elements.
         number: The number of elements of a list.
     """
     if way in (CAT, SAME):
@@ -144,10 +145,7 @@ def joined(way: str, parts: Sequence[Any], owners: Sequence[list[int]], number: 
 
 
 def features_in(result: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a result that a model uses.
-
-    A tower's internal fields are left out if there are other fields.
-    """
+    """Return the fields of a result that a model uses. A tower's internal fields are omitted if other fields exist."""
     return [name for name in result if not INSIDE.fullmatch(name)] or [*result]
 
 
@@ -155,7 +153,7 @@ def features_in(result: Mapping[str, Any]) -> list[str]:
 
 
 def cut_of(method: Callable[..., Any], arguments: Mapping[str, Any]) -> Cut | None:
-    """Return how a method that makes features can be divided, or None if no division works.
+    """Return how to divide a method that computes features, or None if no division works.
 
     Args:
         method: A method of a small copy.
@@ -176,24 +174,24 @@ def _tries(arguments: Mapping[str, Any]) -> Iterator[Cut]:
     (_, values), *others = [(name, x) for name, x in arguments.items() if isinstance(x, Tensor)]
     for grid, x in others:
         if not x.is_floating_point() and x.dim() == 2 and x.shape[1] in (2, 3):
-            films = (True, False) if x.shape[1] == 3 and (x[:, 0] > 1).any() else (False,)
-            yield from (Cut(GRID, grid, dim, frames) for dim in (0, 1, -1) for frames in films)
+            videos = (True, False) if x.shape[1] == 3 and (x[:, 0] > 1).any() else (False,)
+            yield from (Cut(GRID, grid, dim, frames) for dim in (0, 1, -1) for frames in videos)
     if values.dim() == 5:
         yield from (Cut(TILE, drops=True), Cut(TILE))
-    yield Cut(PICTURE)
+    yield Cut(IMAGE)
 
 
 def _ways(method: Callable[..., Any], arguments: Mapping[str, Any], cut: Cut) -> dict[str, str]:
-    """Return how each result field is joined, or {} if single images and larger shares need different ways."""
-    whole, pictures, found = method(**arguments), Pictures(arguments, cut), list[dict[str, str]]()
-    names, count = features_in(whole), len(pictures.costs)
+    """Return the way to join each result field, or {} if single images and larger shares need different ways."""
+    whole, images, found = method(**arguments), Images(arguments, cut), list[dict[str, str]]()
+    names, count = features_in(whole), len(images.costs)
     for ends in (range(count + 1), (0, 1, count)):
         shares = [*itertools.pairwise(ends)]
-        parts = [method(**pictures.part(*share)) for share in shares]
-        owners = [pictures.of_elements(*share) for share in shares]
+        parts = [method(**images.part(*share)) for share in shares]
+        owners = [images.of_elements(*share) for share in shares]
         fields = {name: [x[name] for x in parts] for name in names}
         rebuilt = {
-            name: [way for way in WAYS if _rebuilds(whole[name], way, each, owners, pictures.number)]
+            name: [way for way in WAYS if _rebuilds(whole[name], way, each, owners, images.number)]
             for name, each in fields.items()
         }
         found.append({name: ways[0] for name, ways in rebuilt.items() if ways})

@@ -1,10 +1,9 @@
 """Make all ranks call the towers if any rank has images.
 
-Ranks gather partitioned parameters (ZeRO-3, FSDP2) together, in forward and backward. Ranks also reduce gradients
-together (ZeRO-1 and 2, DDP), so every rank needs gradients for the same parameters. Before a forward, all ranks of the
-world therefore report whether they have images. If any rank has images, ranks without images compute the smallest image
-of another rank. The extra image is computed after the embeddings, like a model's own images, and does not affect the
-loss.
+Ranks gather partitioned parameters (ZeRO-3, FSDP2) together, in both forward and backward. Ranks also reduce gradients
+together (ZeRO-1, ZeRO-2, DDP), so every rank needs gradients for the same parameters. Before a forward, all ranks
+therefore report whether they have images. If any rank has images, ranks without images encode the smallest image of
+another rank. The extra image is encoded after the embeddings, like a rank's own images, and does not affect the loss.
 """
 
 from __future__ import annotations
@@ -29,34 +28,34 @@ from ds_seqpar.guards.waits import explaining_failure
 
 from ..compat import ZERO_ID, has_zero_hooks
 from ..context import LOCAL, current, entered
-from .cuts import Cut, Pictures, features_in
+from .cuts import Cut, Images, features_in
 
-CALL = "the forward of a model with pictures"
+CALL = "the forward of a model with images"
 
 
 def join(
     owner: nn.Module, embedding: nn.Module, sp: SequenceParallel, cuts: Mapping[str, Cut], methods: tuple[str, ...]
 ) -> list[RemovableHandle]:
-    """Hook the module that makes features so that all ranks of the world call its towers together.
+    """Hook the module that computes features so that all ranks call its towers together.
 
     Args:
         owner: The module whose forward takes images.
         embedding: The model's token embedding, which runs before the towers.
         sp: The SequenceParallel whose ranks share sequences.
-        cuts: How methods are divided, by name.
-        methods: The names of the methods that make features.
+        cuts: The division of each method, by name.
+        methods: The names of the methods that compute features.
     """
     return [owner.register_forward_pre_hook(_Joining(embedding, sp, cuts, methods).before, with_kwargs=True)]
 
 
 class _Joining:
-    """The hook that makes ranks without images compute another rank's smallest image."""
+    """The hook that makes ranks without images encode another rank's smallest image."""
 
     def __init__(
         self, embedding: nn.Module, sp: SequenceParallel, cuts: Mapping[str, Cut], methods: tuple[str, ...]
     ) -> None:
         self.embedding, self.sp, self.cuts, self.methods = embedding, sp, cuts, methods
-        # for each method, the smallest image's arguments on the CPU, the same on all ranks
+        # each method's arguments for the smallest image, on the CPU and the same on all ranks
         self.smallest: dict[str, dict[str, Any]] = {}
         self.hook: RemovableHandle | None = None  # the hook of the embedding, for one call
 
@@ -76,7 +75,7 @@ class _Joining:
         if (is_partitioned and len(having) > 1) or sums[-1]:
             told = " and ".join(f"{name} would be called on {x}" for name, x in having.items())
             raise InputError(
-                f"partitioned parameters need pictures of one kind, or text as input_ids, on all {ranks} ranks in a "
+                f"partitioned parameters need images of one kind, or text as input_ids, on all {ranks} ranks in a "
                 f"forward; got ranks of which {told}, make micro-batches alike"
             )
         for name in having:
@@ -87,7 +86,7 @@ class _Joining:
             self.hook = self.embedding.register_forward_hook(functools.partial(self._behind_embedding, owner, lacking))
 
     def _joins(self, owner: nn.Module, is_partitioned: bool) -> bool:
-        """Return whether all ranks of the world must call the same towers in a forward."""
+        """Return whether all ranks must call the same towers in a forward."""
         context = current()
         if is_partitioned:
             return context is None or context.mode != "decode"
@@ -96,23 +95,24 @@ class _Joining:
 
     @staticmethod
     def _given(method: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a method's arguments from a forward's inputs, or {} if the first argument is missing."""
+        """Return a method's arguments taken from a forward's inputs, or {} if the first argument is missing."""
         names = [*inspect.signature(method).parameters]
         return {} if inputs.get(names[0]) is None else {name: inputs[name] for name in names if name in inputs}
 
     def _tell_smallest(self, name: str, given: dict[str, Any]) -> None:
-        """Broadcast and store the smallest image of the first rank that has images. The call is collective over all
-        ranks.
+        """Broadcast and store the smallest image of the first rank that has images.
+
+        The call is collective across all ranks.
         """
         world, told = self.sp.control_world, list[Any]([None])
         ranks, rank = dist.get_world_size(world), dist.get_rank(world)
         first = ranks - maximum(world, ranks - rank if given else 0, CALL)
         if rank == first:
             try:
-                smallest = Pictures(given, self.cuts[name]).smallest() if name in self.cuts else given
+                smallest = Images(given, self.cuts[name]).smallest() if name in self.cuts else given
                 told = [tree_map(lambda x: x.detach().cpu().clone() if isinstance(x, Tensor) else x, smallest)]
-            except Exception as reason:  # sent to the other ranks, which wait for an image
-                told = [as_seqpar_error("telling ranks without pictures the smallest one failed", reason)]
+            except Exception as reason:  # sent to the other ranks, which are waiting for an image
+                told = [as_seqpar_error("telling ranks without images the smallest one failed", reason)]
         with explaining_failure(CALL, world):
             dist.broadcast_object_list(told, group=world, group_src=first)
         if isinstance(told[0], SeqParError):
@@ -129,7 +129,7 @@ class _Joining:
             arguments = tree_map(lambda x: x.to(output.device) if isinstance(x, Tensor) else x, self.smallest[name])
             with entered(LOCAL):
                 result = getattr(owner, name)(**arguments)
-            # no rank runs backward through the internal fields
+            # no rank runs backward through internal fields
             features += tree_leaves([result[field] for field in features_in(result)])
         return _Beside.apply(output, *(x for x in features if isinstance(x, Tensor) and x.requires_grad))
 
@@ -141,7 +141,7 @@ def _is_partitioned(module: nn.Module) -> bool:
 
 
 class _Beside(Function):
-    """The identity on x. All further inputs get zero gradients, so that backward runs through their graph."""
+    """The identity of x. All other inputs get zero gradients, so that backward runs through their graphs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""Towers whose images are divided among the ranks that share a sequence: each rank encodes only its own images.
+"""Divide the images in towers among the ranks that share a sequence.
 
-Without the division, each rank would encode all images of a whole call. With the division, each rank encodes
-neighboring images, or frames of videos, and sends the features to the other ranks. The gradients of features are summed
-back to the rank that made the features. A tower's parameters thus get the gradient of the rank's own images from the
-tokens of all ranks, times the number of ranks. The mean over ranks therefore equals the plain gradient.
+Without the division, each rank would encode all images of a whole call. With the division, each rank encodes a
+contiguous share of the images or video frames, and sends the features to the other ranks. The gradients of features are
+summed on the rank that computed the features. A tower's parameters thus get the gradient that the tokens of all ranks
+send to the rank's own images, times the number of ranks. The mean over ranks therefore equals the gradient without
+sequence parallelism.
 
 A rank without images still computes the smallest image, since every parameter needs a gradient and ranks must gather
-partitioned parameters together. The features of that image are not sent.
+partitioned parameters together. The features of this extra image are not sent.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from ..look.media import media_batch
 from ..look.small import call, small_copy
 from ..noise import own_stream
 from . import joining
-from .cuts import GRID, SAME, Cut, Pictures, cut_of, joined
+from .cuts import GRID, SAME, Cut, Images, cut_of, joined
 
-PICTURES, FILMS = "get_image_features", "get_video_features"
-METHODS = (PICTURES, FILMS, "get_audio_features")
-FEATURES = "features of pictures"
+IMAGES, VIDEOS = "get_image_features", "get_video_features"
+METHODS = (IMAGES, VIDEOS, "get_audio_features")
+FEATURES = "features of images"
 KIND = "features"  # the name under which `sp.comm.received` counts features
 Cuts = dict[str, Cut]
 
 
 class Replaced(NamedTuple):
-    """A method that is replaced until `remove`."""
+    """A method that is replaced until `remove` is called."""
 
     owner: nn.Module
     name: str
@@ -55,7 +56,7 @@ class Replaced(NamedTuple):
 
 
 def owner_of(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the innermost module with a method of the given name and named inputs, or None if there is none."""
+    """Return the innermost module that has a method with the given name and named inputs, or None if there is none."""
     found = [module for module in model.modules() if hasattr(module, name)]
     return next((x for x in reversed(found) if "args" not in _names(x, name)), None)
 
@@ -65,8 +66,9 @@ def _names(owner: nn.Module, name: str) -> list[str]:
 
 
 def cuts_for(model: PreTrainedModel, sp: SequenceParallel) -> Cuts:
-    """Return how a model's feature methods are divided among ranks, by method name. The call is collective over the
-    ranks of `sp`.
+    """Return the division of each feature method of a model, by method name.
+
+    The call is collective across the ranks of `sp`.
 
     Args:
         model: An unwrapped transformers model. The model's tensors are not read.
@@ -84,27 +86,27 @@ def cuts_for(model: PreTrainedModel, sp: SequenceParallel) -> Cuts:
         batch, reason = media_batch(small)
         cuts = cuts if batch is None else cuts_of(small, batch)
         if setting is True and not cuts:
-            reason = reason or "features of a picture are others where it is alone"
+            reason = reason or "features of an image are others where it is alone"
             got = f"got {type(model).__name__}: {reason}"
-            error = ConfigError(f'{SECTION}.divide_media true needs pictures that can be divided; {got}, say "auto"')
+            error = ConfigError(f'{SECTION}.divide_media true needs images that can be divided; {got}, say "auto"')
     except Exception as failed:  # reported to the other ranks
-        error = as_seqpar_error("looking at a model with pictures failed", failed)
-    assert_ranks_agree(sp.groups.control, "how pictures are divided", cuts, error=error, call="patch_attention")
+        error = as_seqpar_error("looking at a model with images failed", failed)
+    assert_ranks_agree(sp.groups.control, "how images are divided", cuts, error=error, call="patch_attention")
     return cuts
 
 
 def divide(model: PreTrainedModel, sp: SequenceParallel, cuts: Mapping[str, Cut]) -> list[Any]:
-    """Divide the images of a model's whole calls among the ranks of a sequence.
+    """Divide the images of a model's whole calls among the ranks that share a sequence.
 
     All ranks call the towers together if necessary, for example if the towers are partitioned.
 
     Args:
         model: An unwrapped transformers model, or its small copy.
         sp: The SequenceParallel whose ranks share sequences.
-        cuts: From `cuts_for`.
+        cuts: The result of `cuts_for`.
 
     Returns:
-        Handles whose `remove` undoes the division.
+        Handles whose `remove` method undoes the division.
     """
     found = {name: owner for name in METHODS if sp.size > 1 and (owner := owner_of(model, name)) is not None}
     of_owners = {owner: tuple(name for name, x in found.items() if x is owner) for owner in found.values()}
@@ -116,7 +118,7 @@ def divide(model: PreTrainedModel, sp: SequenceParallel, cuts: Mapping[str, Cut]
 
 
 def _replace(owner: nn.Module, name: str, instead: Callable[..., Any]) -> Replaced:
-    """Replace a module's method by `instead(arguments by name, the method)`.
+    """Replace a module's method with `instead(arguments by name, the method)`.
 
     Copies of the module keep the replacement.
     """
@@ -134,30 +136,31 @@ def _features(sp: SequenceParallel, cut: Cut, arguments: dict[str, Any], method:
     context = current()
     if context is None or context.mode != "whole":
         return method(**arguments)
-    pictures, result, error = Pictures(arguments, cut), None, None
-    shares = pictures.shares(sp.size)
+    images, result, error = Images(arguments, cut), None, None
+    shares = images.shares(sp.size)
     begin, end = shares[sp.rank]
     is_idle = begin == end
     stream = own_stream(sp)
     try:
         with entered(LOCAL):
-            result = method(**(pictures.smallest() if is_idle else pictures.part(begin, end)))
-    except Exception as reason:  # reported to the other ranks, which wait for features
-        error = as_seqpar_error("making features of pictures failed", reason)
+            result = method(**(images.smallest() if is_idle else images.part(begin, end)))
+    except Exception as reason:  # reported to the other ranks, which are waiting for features
+        error = as_seqpar_error("making features of images failed", reason)
     finally:
         context.state.shared = stream.end()
-    sp.checker.check_now("pictures", {"costs": pictures.costs}, error=error)
+    sp.checker.check_now("images", {"costs": images.costs}, error=error)
     assert result is not None
     own = {name: result[name] for name, way in cut.ways.items() if way != SAME}
     parts = [x for x in _gathered(sp, own, not is_idle) if x is not None]
-    owners = [pictures.of_elements(*share) for share in shares if share[0] < share[1]]
-    fields = {name: joined(cut.ways[name], [x[name] for x in parts], owners, pictures.number) for name in own}
+    owners = [images.of_elements(*share) for share in shares if share[0] < share[1]]
+    fields = {name: joined(cut.ways[name], [x[name] for x in parts], owners, images.number) for name in own}
     return type(result)(**{name: fields.get(name, result[name]) for name in cut.ways})
 
 
 def _gathered(sp: SequenceParallel, own: dict[str, Any], has_share: bool) -> list[Any]:
-    """Return the fields of each rank's features, by rank, or None for a rank without a share. The call is collective
-    over the ranks of `sp`.
+    """Return the fields of each rank's features, or None for ranks without a share.
+
+    The call is collective across the ranks of `sp`.
     """
     told = tree_map(lambda x: x.detach().to("meta"), own) if has_share else None
     by_rank = [told for _, told in all_gather_objects(sp.groups.control, (FEATURES, told))]
@@ -173,7 +176,7 @@ def _gathered(sp: SequenceParallel, own: dict[str, Any], has_share: bool) -> lis
 
 
 class _Gathered(Function):
-    """Gather the elements of all ranks. Each rank sends either all of its elements or none."""
+    """Gather the elements of all ranks. Each rank sends either all or none of its elements."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, sizes: list[int], sp: SequenceParallel) -> Tensor:
@@ -194,7 +197,7 @@ class _Gathered(Function):
 
 
 def _exchanged(sp: SequenceParallel, own: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-    """Exchange the given numbers of elements with each rank, and return the received elements."""
+    """Exchange the given numbers of elements with every rank, and return the received elements."""
     received = own.new_empty(sum(receives))
     sp.comm.exchange_with_all(f"the exchange of {FEATURES}", KIND, own, received, (tuple(sends), tuple(receives)))
     return received
@@ -204,11 +207,11 @@ def _exchanged(sp: SequenceParallel, own: Tensor, sends: list[int], receives: li
 
 
 def cuts_of(small: PreTrainedModel, batch: Mapping[str, Any]) -> Cuts:
-    """Return how the feature methods of a small copy can be divided, by method name.
+    """Return the possible division of each feature method of a small copy, by method name.
 
     Args:
         small: The copy.
-        batch: Inputs with three images or sounds, from `media_batch`.
+        batch: Inputs from `media_batch` with three images or audio inputs.
     """
     given: dict[str, dict[str, Any]] = {}
 
@@ -223,17 +226,17 @@ def cuts_of(small: PreTrainedModel, batch: Mapping[str, Any]) -> Cuts:
     for handle in handles:
         handle.remove()
     cuts = {name: cut_of(getattr(owners[name], name), arguments) for name, arguments in given.items()}
-    if (cut := cuts.get(PICTURES)) is not None and cut.by == GRID and FILMS in owners:
-        names = dict(zip(_names(owners[PICTURES], PICTURES), _names(owners[FILMS], FILMS), strict=False))
-        films = {names.get(name, name): x for name, x in _films(cut, given[PICTURES]).items()}
-        cuts[FILMS] = cut_of(getattr(owners[FILMS], FILMS), films)
+    if (cut := cuts.get(IMAGES)) is not None and cut.by == GRID and VIDEOS in owners:
+        names = dict(zip(_names(owners[IMAGES], IMAGES), _names(owners[VIDEOS], VIDEOS), strict=False))
+        videos = {names.get(name, name): x for name, x in _videos(cut, given[IMAGES]).items()}
+        cuts[VIDEOS] = cut_of(getattr(owners[VIDEOS], VIDEOS), videos)
     return {name: cut for name, cut in cuts.items() if cut is not None}
 
 
-def _films(cut: Cut, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments for two videos, of two frames and of one frame, made from the arguments for images."""
-    pictures = Pictures(arguments, cut)
-    one, films = pictures.part(0, 1), pictures.part(0, 2)
-    frame, grid = one[pictures.values], films[cut.grid].clone()
-    grid[:1, :-2] = 2  # a grid without frames stays unchanged, and supports no videos
-    return films | {pictures.values: torch.cat([frame.flip(-2), films[pictures.values]], cut.dim), cut.grid: grid}
+def _videos(cut: Cut, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert arguments for images into arguments for two videos, which have two frames and one frame."""
+    images = Images(arguments, cut)
+    one, videos = images.part(0, 1), images.part(0, 2)
+    frame, grid = one[images.values], videos[cut.grid].clone()
+    grid[:1, :-2] = 2  # a grid without a frame dimension stays unchanged and does not support videos
+    return videos | {images.values: torch.cat([frame.flip(-2), videos[images.values]], cut.dim), cut.grid: grid}

@@ -1,1 +1,1 @@
-"""Tiled MLPs and losses, head chunks and sliced weights, which save memory."""
+"""Memory savings through tiled MLPs and losses, head chunks, and sliced weights."""

@@ -1,16 +1,16 @@
 """Attention modules that compute a few heads at a time, including projections.
 
-A head chunk is a slice of heads: rows of the weights that make q, k and v, and columns of the output projection's
-weight. Each head chunk projects the layer's input, attends, and adds its part to the output. Therefore q, k, v and the
-attention output never exist for all heads at once.
+A head chunk is a slice of heads. The slice consists of rows of the weights that compute q, k and v, and columns of the
+output projection's weight. Each head chunk projects the layer's input, computes attention, and adds its part to the
+output. Therefore q, k, v and the attention output never exist for all heads at once.
 
-Backward repeats the head chunks. Each head chunk projects again, uses the attention results saved in forward, and adds
-its part to the gradient of the input. The gradients of a weight's slices fill a single gradient of the weight, so that
-the parameter, and hence ZeRO and DDP, gets its gradient once.
+Backward repeats the head chunks. Each head chunk repeats its projections, uses the attention results saved in forward,
+and adds its part to the gradient of the input. The gradients of a weight's slices fill a single gradient tensor, so
+that ZeRO and DDP see one gradient per parameter.
 
-Between projections and attention, families have different steps, for example norms of q and k, RoPE, or sinks. The
-forward of the family's own class computes the intermediate steps, on a copy of the module (its twin) that has the head
-chunk's heads.
+Between projections and attention, model families have different steps, such as norms of q and k, RoPE, or sinks. The
+forward of the family's own class computes the intermediate steps, on a copy of the module (its twin) that has only the
+head chunk's heads.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ ALL_HEADS = SECTION + ".head_chunks: projections are computed for all heads at o
 def use_head_chunks(module: Any) -> None:
     """Make an attention module compute its heads in head chunks in sharded forwards.
 
-    The number of chunks comes from the settings of the module's SequenceParallel. ZeRO-3 then gathers all parameters of
-    the module together, as a leaf.
+    The settings of the module's SequenceParallel determine the number of chunks. ZeRO-3 treats the module as a leaf,
+    and gathers all its parameters together.
     """
     own = patched(module)
     if own.sp.config.head_chunks == 1 or own.sp.config.overlap:
@@ -62,7 +62,7 @@ def use_head_chunks(module: Any) -> None:
 
 
 def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Pass the module's input by position, since ZeRO-3 looks for a leaf's input among positional arguments."""
+    """Pass the module's input by position, since ZeRO-3 searches for a leaf's input among the positional arguments."""
     if "hidden_states" in kwargs:
         args = (kwargs.pop("hidden_states"), *args)
     return before_leaf(module, args) or args, kwargs
@@ -95,7 +95,10 @@ def _head_chunk_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, layou
 
 
 def _has_head_chunks(module: Any) -> bool:
-    """Return whether head chunks can project their own heads. Otherwise only attention itself runs in head chunks."""
+    """Return whether head chunks can project their own heads.
+
+    If they cannot, only attention itself runs in head chunks.
+    """
     if torch.compiler.is_compiling():
         log_once(ALL_HEADS.format("a compiled model"))
     elif (facts := TESTED.get(module.config.model_type)) is None or facts.norms_heads:
@@ -122,7 +125,7 @@ class _HeadChunkForward:
         chunks: The head chunks.
         x: The input of the module.
         class_forward: The forward of the module's class.
-        args: Further arguments of the forward.
+        args: All other arguments of the forward.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class _HeadChunkForward:
         """Compute the module's forward in head chunks.
 
         Returns:
-            (the output, the attention results of all head chunks for backward, or [] if a checkpoint stores the
+            (the output; the attention results of all head chunks for backward, or [] if a checkpoint stores the
             results).
         """
         out, results = torch.empty(0), list[Tensor]()
@@ -162,14 +165,14 @@ class _HeadChunkForward:
         return out, results
 
     def attention(self, x: Tensor) -> Callable[..., tuple]:
-        """Return the forward of the module's class as a function of a twin.
+        """Return a function that calls the forward of the module's class on a twin.
 
         Only the shape of x matters, since twins already contain the results of their projections.
         """
         return lambda twin: self.class_forward(twin, x, *self.args)
 
     def backward(self, x: Tensor, results: list[Tensor], grad: Tensor, wants_x: bool) -> Iterator[Tensor | None]:
-        """Yield the gradient of the input x, and then the gradients of the parameters.
+        """Yield the gradient of the input x, followed by the gradients of the parameters.
 
         Args:
             x: The saved input.
@@ -181,7 +184,8 @@ class _HeadChunkForward:
         gradients, per_chunk = Gradients(), len(results) // len(self.head_chunks)
         dx: Tensor | None = None
         with self.conditions.restored():
-            torch.set_autocast_cache_enabled(False)  # casts cached without a graph must not be used in a graph
+            # casts that were cached without a graph must not be used in a graph
+            torch.set_autocast_cache_enabled(False)
             for index in reversed(range(len(self.head_chunks))):
                 chunk_results = tuple(results[index * per_chunk :]) if self.stack is None else self.stack.pop()
                 del results[index * per_chunk :]
@@ -198,7 +202,7 @@ class _HeadChunkForward:
     def without_outs(self, results: list[Any], grad: Tensor, gradients: Gradients) -> None:
         """Replace `out` by `delta = rowsum(do * out)` (B, s, heads) in the attention results of head chunks.
 
-        After the backward of the output projection, only delta is needed.
+        Only delta is needed after the output projection's backward.
         """
         for index, (out, lse, *common) in enumerate(results):
             do = self.outward_backward(self.chunk(index), out.flatten(2), grad, gradients)
@@ -210,7 +214,8 @@ class _HeadChunkForward:
 
         Args:
             grad: The gradient of the module's output.
-            gradients: Receives the gradients of the output projection, or None if they are already computed.
+            gradients: The object to which the output projection's gradients are added, or None if they are already
+                computed.
         """
         d_attended = torch.empty_like(attended)
         with (gradients or Gradients()).adding([] if gradients is None else chunk.leaves_out) as differentiate:
@@ -243,7 +248,7 @@ class _HeadChunkForward:
             # unlike tensors, edges keep no memory alive
             input_edges = [get_gradient_edge(tensor) for tensor in projected.values()]
             attended = HeadChunkReplay(results, self.keeps).run(chunk.attend, self.attention(x), projected)
-        # results with only out, lse and possibly the keys' common part, see `without_outs`
+        # results that contain only out, lse and possibly the keys' common part; see `without_outs`
         self.plain = len(results) == 2 + DENSE.has_common(x.dtype) and _is_viewed(attended, results[0])
         d_attended = self.outward_backward(chunk, attended, grad, None if has_delta else gradients)
         output_edges = [get_gradient_edge(attended)]
@@ -270,8 +275,9 @@ def _is_viewed(attended: Tensor, out: Tensor) -> bool:
 
 
 class _GraphStart(Function):
-    """The identity of x at the start of a graph. The edge of x, unlike the edge of a leaf, does not keep the tensor
-    alive.
+    """The identity of x at the start of a graph.
+
+    Unlike a leaf's edge, the result's edge does not keep the tensor alive.
     """
 
     @staticmethod

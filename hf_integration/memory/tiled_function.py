@@ -2,12 +2,12 @@
 
 Source: TiledMLP and the tiled loss of ALST (arXiv 2506.13996, section 3.1). DeepSpeed (`sequence_tiled_compute`)
 accumulates the gradients of tiles in `.grad`, in the parameters' dtype, and marks each parameter so that ZeRO
-recognizes the last tile. In this module, no parameter gets a gradient until all tiles are done. `torch.autograd.grad`
-computes the gradients of a tile without running the hooks of parameters. The gradients are summed in fp32 or wider, and
-returned once, as the gradients of the function. ZeRO and DDP thus get one gradient per parameter and backward pass, for
-any number of tiles.
+recognizes the last tile. In contrast, this module gives no parameter a gradient until all tiles are done.
+`torch.autograd.grad` computes the gradients of a tile without running the hooks of parameters. The gradients are summed
+in fp32 or wider, and returned once, as the gradients of the function. ZeRO and DDP thus get one gradient per parameter
+and backward pass, for any number of tiles.
 
-Backward recomputes each tile. A loss needs no second run: the incoming gradient is one factor for all tiles, so the
+Backward recomputes each tile. A loss needs no recomputation. The incoming gradient is one factor for all tiles, so the
 gradients of tiles are computed in forward, as in DeepSpeed. In fp16 the tiles of a loss are recomputed too, because
 their gradients need the loss scale.
 """
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from ..compat import without_hooks
 from ..context import ForwardContext, current, entered
 
-Compute = Callable[[Tensor, slice], Tensor]  # called with a tile (B, t, d) and the slice of its tokens
+Compute = Callable[[Tensor, slice], Tensor]  # called with a tile (B, t, d) and the slice of the tile's tokens
 
 
 def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int) -> Tensor:
@@ -38,10 +38,10 @@ def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles
 
     Backward returns the gradient of x as one tensor, and parameter gradients in the parameters' dtype. All tensors for
     backward are saved before the computation starts. torch's non-reentrant checkpoint repeats a forward only up to the
-    last saved tensor, so it stops before the tiles.
+    last saved tensor, so the repetition stops before the tiles.
 
     Args:
-        compute: A function that processes tokens independently, and keeps the shape.
+        compute: A function that processes tokens independently and preserves the shape.
         x: (B, s, d).
         parameters: The trained parameters that `compute` uses.
         tiles: The number of tiles.
@@ -51,7 +51,7 @@ def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles
 
 
 def tiled_sum(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Tensor:
-    """Return the sum of `compute(tile)` over all tiles, a scalar. See `tiled` for the arguments.
+    """Return the sum of `compute(tile)` over all tiles as a scalar. See `tiled` for the arguments.
 
     Gradients are computed in forward, and backward multiplies them by the incoming gradient. A second backward raises
     RuntimeError.
@@ -59,8 +59,8 @@ def tiled_sum(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Te
     Args:
         compute: A function of a tile that returns a scalar.
         x: See `tiled`.
-        sums: The gradient sums of the trained parameters that `compute` uses. `compute` may add to the sums itself
-            (`GradientSums.linear`).
+        sums: The gradient sums for the trained parameters that `compute` uses. `compute` may add to the sums itself
+            (see `GradientSums.linear`).
         tiles: See `tiled`.
     """
     run = _TiledForward(compute, x, sums.parameters, tiles)
@@ -76,9 +76,9 @@ def tiled_by_token(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) 
 
 
 def tile_slices(tokens: int, tiles: int) -> list[slice]:
-    """Return the slices of `tokens` tokens into `tiles` tiles that are as even as possible.
+    """Return slices that divide `tokens` tokens into `tiles` tiles as evenly as possible.
 
-    There is at least one tile, and at most one per token.
+    There is at least one tile, and at most one tile per token.
     """
     tiles = max(1, min(tiles, tokens))
     ends = [tokens * i // tiles for i in range(tiles + 1)]
@@ -86,7 +86,7 @@ def tile_slices(tokens: int, tiles: int) -> list[slice]:
 
 
 class _TiledForward:
-    """One tiled forward, with the state that its backward needs: tiles, autocast settings, and random numbers."""
+    """One tiled forward, with the tiles, autocast settings and random state that its backward needs."""
 
     def __init__(self, compute: Compute, x: Tensor, parameters: tuple[nn.Parameter, ...], tiles: int) -> None:
         self.compute, self.parameters = compute, parameters
@@ -94,7 +94,7 @@ class _TiledForward:
         self.conditions, self.dtype = ForwardConditions.of(x), x.dtype
 
     def needs_loss_scale(self, x: Tensor) -> bool:
-        """Return whether any dtype is fp16, whose gradients underflow without the loss scale."""
+        """Return whether any dtype is fp16, in which gradients underflow without the loss scale."""
         dtypes = [x.dtype, *(p.dtype for p in self.parameters)]
         return torch.float16 in [*dtypes, *([self.conditions.dtype] if self.conditions.enabled else [])]
 
@@ -102,7 +102,7 @@ class _TiledForward:
         out = None
         for cut in self.slices:
             tile = self.compute(x[:, cut], cut)
-            if out is None:  # autocast may have chosen a dtype other than x's
+            if out is None:  # autocast may have chosen a dtype different from x's
                 out = tile.new_empty(*x.shape[:2], *tile.shape[2:])
             out[:, cut] = tile
         assert out is not None  # there is always a tile
@@ -112,21 +112,22 @@ class _TiledForward:
         return torch.stack([self.compute(x[:, cut], cut) for cut in self.slices]).sum()
 
     def recompute(self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor], sums: GradientSums) -> Tensor | None:
-        """Return the gradient of x from a second run of the forward under the original conditions; see `gradients`."""
+        """Recompute the forward under its original conditions and return the gradient of x; see `gradients`."""
         with self.conditions.restored():
             return self.gradients(x, wants_x, grad, sums)[1]
 
     def gradients(
         self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor] | None, sums: GradientSums
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Compute the gradients of all tiles. Parameter gradients are added to sums.
+        """Compute the gradients of all tiles. Parameter gradients are added to `sums`.
 
         Args:
             wants_x: Whether x needs a gradient.
-            grad: Returns the gradient of a tile's result, or None if results are scalars with gradient 1.
+            grad: A function that returns the gradient of a tile's result, or None if results are scalars with gradient
+                1.
 
         Returns:
-            (the results of tiles if they are scalars, the gradient of x or None).
+            (the tiles' results if they are scalars, the gradient of x or None).
         """
         dx, results = torch.empty_like(x, dtype=self.dtype) if wants_x else None, []
         with without_hooks(self.parameters):
@@ -143,13 +144,13 @@ class _TiledForward:
                     tile_dx = gradients.pop(0)
                     dx[:, cut] = 0 if tile_dx is None else tile_dx
                 sums.add(gradients)
-                del gradients, out  # otherwise they would coexist with the next tile's tensors
+                del gradients, out  # otherwise the tensors would coexist with the next tile's tensors
         return results, dx
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardConditions:
-    """Autocast settings, random state and context of a forward."""
+    """The autocast settings, random state and context of a forward."""
 
     device: torch.device
     dtype: torch.dtype
@@ -170,7 +171,7 @@ class ForwardConditions:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager with the autocast settings, random state and context of the original forward.
+        """Context manager that restores the autocast settings, random state and context of the original forward.
 
         The random state matters because LoRA inside an MLP may have dropout.
         """
@@ -202,7 +203,7 @@ class _TiledBackward(Function):
 
 
 class _TiledOutput(Function):
-    """The output of all tiles, whose gradient passes unchanged to `_TiledBackward`, since the shapes are equal."""
+    """The output of all tiles. Its gradient passes unchanged to `_TiledBackward`, since the shapes are equal."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: _TiledForward) -> Tensor:
@@ -265,11 +266,11 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def tile_count(total: int, tile_size: int) -> int:
-    """Return how many tiles of at most `tile_size` are needed to cover `total`, at least 1."""
+    """Return the number of tiles of at most `tile_size` needed to cover `total`, which is at least 1."""
     return max(1, -(-total // tile_size))
 
 
-ROWS = 4096  # rows of a weight's gradient to add at once to a sum of another dtype
+ROWS = 4096  # number of rows of a weight's gradient to add at once to a sum of another dtype
 
 
 class GradientSums:
@@ -287,10 +288,10 @@ class GradientSums:
                 total.add_(gradient)
 
     def linear(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
-        """Return `x W^T + b`, for x (B, t, d).
+        """Return `x W^T + b` for x (B, t, d).
 
-        If the weight is one of the parameters, its gradient is added to the sum a few rows at a time. A whole gradient
-        per tile of a vocabulary-sized weight would take as much memory as the sum.
+        If the weight is one of the parameters, its gradient is added to the sum a few rows at a time. For a
+        vocabulary-sized weight, a whole gradient per tile would take as much memory as the sum.
         """
         index = next((i for i, parameter in enumerate(self.parameters) if parameter is weight), None)
         if index is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
@@ -309,7 +310,7 @@ class GradientSums:
             rows += grad_rows.T @ x
 
     def pop_all(self, factor: Tensor | None = None) -> Iterator[Tensor | None]:
-        """Yield each parameter's sum in the parameter's dtype, and then free the sum.
+        """Yield each parameter's sum in the parameter's dtype, freeing the sum afterwards.
 
         Args:
             factor: A scalar tensor that multiplies the sums.

@@ -1,9 +1,9 @@
-"""The tiled loss of a causal language model, independent of the code between its head and the loss.
+"""The tiled loss of a causal language model, independent of the code between the model's head and its loss.
 
-Some families scale or cap their logits, or add a loss that balances experts. None of that code is duplicated here. The
-forward of the model's own class runs once for each tile, on a copy of the model (a twin) whose base model returns one
-tile of the last hidden state. To compute the model's remaining outputs, the forward runs once more with the real base
-model, whose output is cut to zero tokens.
+Some families scale or cap their logits, or add an expert balance loss. No family's code is duplicated in this module.
+The forward of the model's own class runs once for each tile, on a copy of the model (a twin) whose base model returns
+one tile of the last hidden state. To compute the model's remaining outputs, the forward runs once more with the real
+base model, whose output is truncated to zero tokens.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ..graph_breaks import between_graphs
 from ..module_patch import patch_on
 from .tiled_function import GradientSums, tile_count, tiled_sum, trained_parameters
 
-TOGETHER = 1024  # the number of tokens whose logits are cast to fp32 at once
+TOGETHER = 1024  # number of tokens whose logits are cast to fp32 at once
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> float:
-    """Return the sum of token losses, in fp32, of logits (B, s, vocabulary) and shift_labels (B, s)."""
+    """Return the sum of token losses in fp32, given logits (B, s, vocabulary) and shift_labels (B, s)."""
     flat, targets = logits.detach().flatten(0, 1), labels.to(logits.device).flatten()
     pairs = zip(flat.split(TOGETHER), targets.split(TOGETHER), strict=True)
     losses = [F.cross_entropy(x.float(), target.long(), ignore_index=IGNORE, reduction="sum") for x, target in pairs]
@@ -85,10 +85,10 @@ def _loss(model: Any, inputs: dict[str, Any], base: Any) -> Tensor:
 
 
 def through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Call `sum_tiles(head's forward, x, sums)` inside one call of the head.
+    """Call `sum_tiles(forward, x, sums)` within a single call of the head, where `forward` is the head's own forward.
 
-    Hooks on the head, such as ZeRO-3's, therefore see no tiles. The head's forward, possibly already replaced by other
-    code, is replaced only during the call.
+    Hooks on the head, such as ZeRO-3's hooks, therefore do not see the tiles. The head's forward is replaced only
+    during the call, even if other code has already replaced it.
     """
     head_forward, instance_forward = head.forward, vars(head).get("forward")
     has_children, partitioned = any(head.children()), any(hasattr(p, ZERO_ID) for p in head.parameters())
@@ -114,7 +114,7 @@ def through(head: Any, sum_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 def _output_without_tokens(model: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return (the base model's output, the model's output for zero tokens)."""
+    """Return (the base model's output, the whole model's output for zero tokens)."""
     outputs: list[Any] = []
 
     def base(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ def _output_without_tokens(model: Any, inputs: dict[str, Any]) -> tuple[Any, Any
 
 @between_graphs
 def without_tokens(output: Any, outputs: list[Any]) -> Any:
-    """Cut a base model's output to zero tokens.
+    """Truncate a base model's output to zero tokens.
 
     Args:
         outputs: A list that receives the original output.
@@ -138,14 +138,14 @@ def without_tokens(output: Any, outputs: list[Any]) -> Any:
 def _sum_of_tiles(
     model: Any, inputs: dict[str, Any], output_type: type, head: Callable[..., Tensor], x: Tensor, sums: GradientSums
 ) -> Tensor:
-    """Compute the loss of tokens from x (B, s, d), the base model's last hidden state.
+    """Compute the token losses from x (B, s, d), the base model's last hidden state.
 
     Args:
         output_type: The type of the base model's output.
     """
     context, shape = current(), inputs["shift_labels"].shape
     by_token = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
-    # the loss that balances experts is computed for all tokens, in `_output_without_tokens`
+    # the expert balance loss is computed for all tokens in `_output_without_tokens`
     if "output_router_logits" in _argument_names(model):
         inputs = {**inputs, "output_router_logits": False}
 
@@ -168,7 +168,7 @@ def class_forward(model: Any, base: Callable[..., Any], head: Callable[..., Tens
 def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> Any:
     """Return a copy of the model with another base model and head.
 
-    The copy has the same class, so the overrides of a subclass apply.
+    The copy has the same class, so a subclass's overrides apply.
     """
     twin = object.__new__(type(model))
     vars(twin).update(vars(model))
@@ -179,12 +179,12 @@ def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> 
         called = types.SimpleNamespace(**{part: called})
     replaced = {name: called, "lm_head": Instead(model.lm_head, head)}
     vars(twin).update(replaced)
-    drop_children(twin, replaced)  # a compiled forward reads children from their place at compile time
+    drop_children(twin, replaced)  # compiled forwards read children from where they were at compile time
     return twin
 
 
 class Instead:
-    """A function in place of a module. A forward may still read the module's other attributes."""
+    """A function that takes the place of a module. Forwards can still read the module's other attributes."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         self.module, self.function = module, function

@@ -1,9 +1,9 @@
-"""Tiled MLPs, norms and losses for patched models: which modules are tiled, into how many tiles, and when.
+"""Choose which MLPs, norms and losses of patched models are tiled, when, and into how many tiles.
 
 All tiles of an MLP run inside one call of its module, and the tiles of the loss inside one call of the head. Hooks on
 the module, such as ZeRO-3's, therefore see one call and one backward, and ranks may have different numbers of tiles.
-Hooks on modules inside an MLP would run once per tile. The MLP is therefore marked as a leaf of ZeRO-3, which then
-gathers and reduces all its parameters together. For the tiling of the loss see `tiled_loss`.
+Hooks on modules inside an MLP would run once per tile. The MLP is therefore marked as a ZeRO-3 leaf, so that ZeRO-3
+gathers and reduces all its parameters together. For loss tiling, see `tiled_loss`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .tiled_loss import model_forward
 
 
 def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
-    """Raise ConfigError if the model does not support the `mlp_tiles` or `loss_tiles` of the config."""
+    """Raise ConfigError if the model does not support the config's `mlp_tiles` or `loss_tiles`."""
     if patch_of(model) is not None:
         return
     mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
@@ -63,7 +63,7 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
 
 
 def tile(model: Any, config: SequenceParallelConfig) -> bool:
-    """Replace the forwards of MLPs, norms and the model itself by tiled versions, according to the config.
+    """Replace the forwards of MLPs, norms and the model itself with tiled versions, according to the config.
 
     Returns:
         Whether any module is tiled.
@@ -101,7 +101,7 @@ def evaluating_loss(model: nn.Module) -> Iterator[None]:
 def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
     """Return the dense MLPs.
 
-    Experts are excluded, since hooks read their routers once per layer for the loss that balances experts.
+    Experts are excluded, since hooks read their routers once per layer for the expert balance loss.
     """
     layers = getattr(base_of(model), "layers", ()) if tiles != 1 else ()
     mlps = [layer.mlp for layer in layers if hasattr(getattr(layer, "mlp", None), "down_proj")]
@@ -111,7 +111,7 @@ def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
 
 
 def _norms(model: Any) -> list[nn.Module]:
-    """Return the norms over whole hidden states. With their fp32 copies, norms take more memory than attention."""
+    """Return the norms over whole hidden states. Including their fp32 copies, norms take more memory than attention."""
     base = base_of(model)
     children = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
     norms = [module for module in (*children, *base.children()) if type(module).__name__.endswith("Norm")]
@@ -121,7 +121,7 @@ def _norms(model: Any) -> list[nn.Module]:
 
 
 def _head(model: Any, tiles: int | str) -> list[nn.Module]:
-    """Return [the head] if the model has one and the loss is to be tiled, otherwise [].
+    """Return [the head] if the model has a head and the loss is tiled, otherwise [].
 
     "auto" leaves the loss to Liger's fused loss if there is one.
     """
@@ -134,13 +134,14 @@ def _head(model: Any, tiles: int | str) -> list[nn.Module]:
 
 
 def _has_other_forward(module: nn.Module) -> bool:
-    """Return whether a module has a forward that is neither its class's nor Liger's."""
+    """Return whether a module's forward comes neither from its class nor from Liger."""
     return "forward" in vars(module) and not is_of_liger(module.forward)
 
 
 def _zero_leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
-    """Return the tiled modules with children: MLPs and heads with LoRA. ZeRO-3 treats each of the modules as one unit
-    (a leaf).
+    """Return the tiled modules that have children, which are MLPs and heads with LoRA.
+
+    ZeRO-3 treats each of these modules as one unit (a leaf).
     """
     return [module for module in (*mlps, *head) if next(module.children(), None) is not None]
 
@@ -148,8 +149,8 @@ def _zero_leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module
 def before_leaf(module: Any, args: tuple) -> tuple | None:
     """Prepare the call of a ZeRO-3 leaf module.
 
-    An input that requires no gradient (LoRA in a first layer) is changed to require one. Without a gradient of the
-    input, ZeRO-3 would reduce the leaf's gradients too early.
+    If the input does not require a gradient (LoRA in a first layer), it is changed to require a gradient. Without an
+    input gradient, ZeRO-3 would reduce the leaf's gradients too early.
     """
     needs_grad = args and hasattr(module, ZERO_ID) and torch.is_grad_enabled() and not args[0].requires_grad
     if needs_grad and trained_parameters(module):
@@ -161,9 +162,12 @@ def before_leaf(module: Any, args: tuple) -> tuple | None:
 def _tiled_forward(
     tiles: int | str, untiled: Callable[..., Any], module: Any, *args: Tensor, **kwargs: Tensor
 ) -> Tensor:
-    """Compute the forward of an MLP or a norm in tiles of tokens, from (B, s, hidden size) to the same shape."""
+    """Compute the forward of an MLP or a norm in tiles of tokens.
+
+    Input and output have the shape (B, s, hidden size).
+    """
     x, *others = *args, *kwargs.values()
-    if others or x.dim() != 3:  # some models pass further inputs or other shapes
+    if others or x.dim() != 3:  # some models pass additional inputs or other shapes
         return untiled(module, *args, **kwargs)
     number = tile_count(x.shape[0] * x.shape[1], x.shape[2]) if isinstance(tiles, str) else tiles
     context = current()

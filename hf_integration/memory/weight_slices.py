@@ -1,4 +1,4 @@
-"""The slices of an attention module's weights that compute one head chunk, and the sums of their gradients.
+"""Slice an attention module's weights to compute one head chunk, and sum the gradients of the slices.
 
 Linear layers may include LoRA (peft's `base_layer`, `lora_A`, `lora_B`).
 """
@@ -32,10 +32,10 @@ def heads_of(module: Any) -> tuple[int, int]:
 
 
 class Leaf(NamedTuple):
-    """A tensor that is differentiated instead of a parameter, or instead of a slice of a parameter."""
+    """A tensor that is differentiated in place of a parameter or a slice of a parameter."""
 
     parameter: nn.Parameter
-    # the index of the slice; None if the tensor replaces the whole parameter, which all head chunks use
+    # the index of the slice, or None if the tensor replaces a whole parameter, which all head chunks use
     place: tuple[slice, ...] | None
     tensor: Tensor
 
@@ -47,10 +47,10 @@ class Slice:
         module: The attention module.
         head_chunks: All head chunks.
         index: The index of this head chunk.
-        grad: Whether gradients are needed; otherwise the lists of leaves are empty.
+        grad: Whether gradients are needed. If not, the lists of leaves are empty.
 
     Attributes:
-        inward: Projections with only the rows that make the head chunk's q, k and v, by name.
+        inward: Projections with only the rows for the head chunk's q, k and v, by name.
         outward: The output projection with only the columns for the head chunk's heads.
         twin: A copy of the module with the head chunk's heads, for the computation between projections.
         leaves_in: The leaves of `inward`.
@@ -79,7 +79,7 @@ class Slice:
     def leaf(self, into: list[Leaf], parameter: Any, *index: slice) -> Any:
         """Return a tensor with the data of parameter[index].
 
-        If gradients are needed, a Leaf of the tensor is added to `into`.
+        If gradients are needed, a Leaf for the tensor is added to `into`.
         """
         if parameter is None:
             return None
@@ -111,7 +111,7 @@ class Slice:
         return _copy_with(module, base_layer=self.columns(module.base_layer, columns, first), lora_A=downs, lora_B=ups)
 
     def twin_of(self, module: Any, heads: HeadChunk, chunks: int) -> Any:
-        """Return a copy of the module with the head chunk's heads, whose output projection returns its input."""
+        """Return a copy of the module with the head chunk's heads, and with the identity as its output projection."""
         q_heads, kv_heads = heads.counts
         view = _copy_with(module.config, num_attention_heads=q_heads, num_key_value_heads=kv_heads)
         attributes: dict[str, Any] = {"config": view, "num_key_value_heads": kv_heads, OUTWARD: lambda x: x}
@@ -130,10 +130,10 @@ class Slice:
 
         Args:
             x: (B, s, d).
-            cuts: The slices of tokens to project one after another.
+            cuts: The slices of tokens, which are projected one after another.
 
         Returns:
-            The output of each projection, by name (B, s, features of the head chunk).
+            The output (B, s, features of the head chunk) of each projection, by name.
         """
         outputs: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -146,7 +146,7 @@ class Slice:
         return outputs
 
     def blank(self, x: Tensor) -> dict[str, Tensor]:
-        """Return tensors with the shapes of `project`'s results but without memory.
+        """Return tensors that have the shapes of `project`'s results but occupy no memory.
 
         Tensors without memory suffice if attention only returns results that a checkpoint stored.
         """
@@ -157,7 +157,7 @@ class Slice:
         """Return the attention output of the head chunk's heads (B, s, heads of the head chunk x head_dim).
 
         Args:
-            forward: The forward of the module's class; called with the twin.
+            forward: The forward of the module's class, which is called with the twin.
             projected: The result of `project`. The dict is emptied, so that each tensor is freed after its use.
         """
         vars(self.twin).update({name: lambda _, name=name: projected.pop(name) for name in projected})
@@ -169,7 +169,7 @@ def _concatenated(projections: list[Callable[[Tensor], Tensor]], x: Tensor) -> T
 
 
 class _Linear:
-    """A linear layer without bias that has a `weight`, which peft's forward reads."""
+    """A linear layer without bias. The `weight` attribute exists for peft's forward."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -179,9 +179,9 @@ class _Linear:
 
 
 def _copy_with(module: Any, **new: Any) -> Any:
-    """Return a shallow copy of an object with some attributes replaced.
+    """Return a shallow copy of a module with some attributes replaced.
 
-    Methods set on the object itself, as by Liger, are bound to the copy.
+    Methods set on the module object itself, for example by Liger, are bound to the copy.
     """
     twin = object.__new__(type(module))
     methods = {name: x for name, x in vars(module).items() if isinstance(x, types.MethodType) and x.__self__ is module}
@@ -194,19 +194,20 @@ class Gradients:
     """Gradients of an attention module's parameters, collected by head chunk."""
 
     def __init__(self) -> None:
-        # for parameters that are sliced by head chunk, in the parameter's dtype
+        # gradients of parameters that are sliced by head chunk, in the parameter's dtype
         self.whole: dict[nn.Parameter, Tensor] = {}
-        # for parameters that every head chunk uses, summed over head chunks in fp32 or wider
+        # gradients of parameters that every head chunk uses, summed over head chunks in fp32 or wider
         self.shared: dict[nn.Parameter, Tensor] = {}
 
     @contextlib.contextmanager
     def adding(self, leaves: list[Leaf]) -> Iterator[Callable[..., list[Tensor]]]:
-        """Context manager for differentiating tile by tile. On exit, the leaves' gradients are added to those of their
-        parameters.
+        """Context manager for differentiating tile by tile.
+
+        On exit, the leaves' gradients are added to the parameters' gradients.
 
         Yields:
             A function that returns the gradients of inputs, given (outputs or their edges, inputs, gradients of the
-            outputs). Each call also sums the gradients of the leaves, in fp32 or wider.
+            outputs). Each call of that function also sums the gradients of the leaves, in fp32 or wider.
         """
         tensors = [leaf.tensor for leaf in leaves]
         sums = GradientSums(tensors)
@@ -214,7 +215,7 @@ class Gradients:
         def differentiate(outs: list[Any], inputs: list[Any], grads: list[Tensor]) -> list[Tensor]:
             if not inputs and not tensors:
                 return []
-            # frozen projections of inputs without gradient have no gradient (LoRA elsewhere, in a first layer)
+            # frozen projections of inputs without gradients have no gradient (LoRA in other modules of a first layer)
             pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if getattr(out, "requires_grad", True)]
             grad_outputs = [grad.to(getattr(out, "dtype", grad.dtype)) for out, grad in pairs]
             gradients = list(
@@ -229,7 +230,7 @@ class Gradients:
                 self.put(leaf, total)
 
     def put(self, leaf: Leaf, total: Tensor) -> None:
-        """Add the gradient of a leaf in one head chunk to its parameter's gradient."""
+        """Add a leaf's gradient from one head chunk to the parameter's gradient."""
         parameter = leaf.parameter
         if leaf.place is None:
             self.shared[parameter] = self.shared[parameter].add_(total) if parameter in self.shared else total

@@ -1,1 +1,1 @@
-"""The patch of a transformers model: attention, losses and positions."""
+"""Patch the attention, losses and positions of transformers models."""

@@ -1,10 +1,10 @@
-"""Agreement among ranks before each forward that is not local: all ranks must have valid shards of the same batch.
+"""Make ranks agree before each forward that is not local.
 
-The agreement checks tokens, positions and masks. Under torch.compile the agreement is an op in the graph, so compiled
-models also compare their ranks in every forward.
+All ranks must have valid shards of the same batch. The agreement checks tokens, positions and masks. Under
+torch.compile the agreement is an op in the graph, so compiled models also compare their ranks in every forward.
 
-Reading a tensor from a device would make the host wait for all of the device's work. Positions and masks on a device
-are therefore compared on the device, and the next forward raises any error.
+Reading a tensor from a device would make the host wait until the device finishes all its work. Positions and masks on a
+device are therefore compared on the device, and the next forward raises any error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SKIPS = (
     "training whose sequences ranks share needs all layers in each forward; got layers that are left out by chance, "
     "set layerdrop to 0 in the config before the model is made"
 )
-# the name of a sharded forward in error messages
+# the name used for a sharded forward in error messages
 FORWARD = (
     "a forward of a model that shares sequences (a forward of one rank alone needs "
     "hf_integration.whole_sequences(model))"
@@ -55,13 +55,13 @@ FORWARD = (
 
 
 class Agreement:
-    """The agreement of a sequence's ranks on each sharded forward of a patched model.
+    """The agreement between the ranks that share a sequence on each sharded forward of a patched model.
 
     The first forward also compares the ranks' models, and some later forwards compare trained weights.
     """
 
-    # while the loss of whole calls is still unchecked: the name of the object that accepts check_loss=False, or "".
-    # None if the loss has been checked or needs no check
+    # the name of the object that accepts check_loss=False, or "", while the loss of whole calls is unchecked. None if
+    # the loss has been checked or needs no check
     loss_option_of: str | None = ""
 
     def __init__(
@@ -71,13 +71,13 @@ class Agreement:
         self.sp, self.model, self.compared = sp, weakref.ref(model), False
         self.patched = patched  # names of attention modules and mixers in the base model
         self.skips = skips  # whether training skips layers at random
-        self.drawn: dict[str, str] = {}  # values to compare after the last forward drew noise for whole tensors
+        self.drawn: dict[str, str] = {}  # values to compare if the last forward drew noise for whole tensors
         self.inputs = inputs  # how ranks share the model's arguments
-        self.trained = 0  # the number of forwards that a backward may follow
+        self.trained = 0  # the number of forwards that may have been followed by a backward
         self.handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict) -> Agreement:
-        """Return the agreement of a copied model, which counts as compared if the original was."""
+        """Return the agreement for a copied model, which counts as compared if the original does."""
         model: Any = self.model()
         if model is None:
             return self
@@ -88,7 +88,7 @@ class Agreement:
     def agree(
         self, inputs: Mapping[str, Any], wrong: str, backward: bool, compiled: bool, batch: ValueChecks | None = None
     ) -> None:
-        """Agree on one forward before any rank of the sequence sends data.
+        """Agree on one forward before any rank that shares the sequence sends data.
 
         Args:
             inputs: The forward's arguments by name, with this rank's shard.
@@ -125,7 +125,7 @@ class Agreement:
         like |= {"backward": backward, "autocast": _autocast_dtype(tokens)}
         like["checkpointed layers"] = sum(map(is_checkpointed, () if model is None else patch_of(model).layers))
         if not self.compared and model is not None:
-            # accelerate's autocast is inside the forward, where ranks no longer compare
+            # accelerate applies autocast inside the forward, after ranks have compared
             precision = AcceleratorState().mixed_precision if is_initialized() else "no"
             noise = ", ".join(f"{count} of {number}" for number, count in noise_numbers(model).items())
             own = sorted(self.inputs.keys() - TABLE.keys())
@@ -154,7 +154,7 @@ class Agreement:
         batch.post(self.sp.checker)
 
     def _replaced(self, model: PreTrainedModel | None) -> str:
-        """Return the error message if a patched module was replaced after patching, otherwise ""."""
+        """Return an error message if a patched module was replaced after patching, otherwise ""."""
         for name in self.patched if model is not None else ():
             module = functools.reduce(lambda outer, child: getattr(outer, child, None), name.split("."), base_of(model))
             # other code may have wrapped the module
@@ -166,7 +166,7 @@ class Agreement:
         return ""
 
     def _compare_weights(self, model: nn.Module) -> None:
-        """Compare weights between ranks in some training forwards. Results are checked in the following forward."""
+        """Compare weights between ranks in some training forwards. The results are checked in the next forward."""
         self.trained += 1
         if not compares_weights(self.trained) or not (sizes := trained_weights(model)):
             return
@@ -188,12 +188,12 @@ def compare_batch(sp: SequenceParallel, batch: ValueChecks | None, error: SeqPar
 
 
 def _advice_of(sp: SequenceParallel) -> Advice:
-    """Return the function that advises on whole batches, without keeping a reference to `sp`."""
+    """Return the function that returns advice on whole batches, without keeping a reference to `sp`."""
     return functools.partial(_advice, sp.calls.count > 0)
 
 
 def _advice(began: bool, fields_by_rank: Mapping[int, Fields]) -> str | None:
-    """Return why ranks may have different batches or models, and how to fix the difference."""
+    """Return the likely reason why ranks have different batches or models, and how to fix the difference."""
     if not (reason := mismatch_hints.of_batches(fields_by_rank, began)):
         return mismatch_hints.of_models(fields_by_rank)
     return (
@@ -213,7 +213,7 @@ def agree_in_graph(agreement: Agreement, inputs: Mapping[str, Any], backward: bo
     """Agree on a sharded forward in a compiled graph.
 
     Returns:
-        The position_ids with which the forward must continue.
+        The position_ids that the forward must use from then on.
     """
     tokens, positions = tokens_of(inputs), inputs.get("position_ids")
     if wrong_inputs(inputs) or positions is None:
@@ -223,7 +223,7 @@ def agree_in_graph(agreement: Agreement, inputs: Mapping[str, Any], backward: bo
 
 
 def _autocast_dtype(tokens: Tensor | None) -> torch.dtype | None:
-    """Return the autocast dtype on the tokens' device, or None if autocast is off."""
+    """Return the autocast dtype on the tokens' device, or None if autocast is disabled."""
     device_type = "cpu" if tokens is None else tokens.device.type
     enabled = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
@@ -235,13 +235,13 @@ def tokens_of(inputs: Mapping[str, Any]) -> Any:
 
 
 def wrong_inputs(inputs: Mapping[str, Any]) -> str:
-    """Return the error message for wrong arguments of a base model's forward, local or sharded.
+    """Return an error message for wrong arguments of a base model's local or sharded forward.
 
     Args:
         inputs: The forward's arguments by name.
 
     Returns:
-        A sentence, or "" if the arguments are right.
+        A sentence, or "" if the arguments are correct.
     """
     ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
     if (ids is None) == (embeds is None):
@@ -264,7 +264,7 @@ def _agree_on_shard(
     tokens_by_name = {"input_ids" if tokens.dim() == 2 else "inputs_embeds": tokens}
     inputs = {**tokens_by_name, "position_ids": positions, "attention_mask": mask}
     object_of(handle).agree(inputs, wrong, backward, True)
-    return positions.clone()  # the model's forward needs the result, so that no compiler drops the agreement
+    return positions.clone()  # the model's forward needs the result, so the compiler cannot drop the agreement
 
 
 @_agree_on_shard.register_fake
@@ -273,7 +273,7 @@ def _(tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong
 
 
 def common_misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the error message for arguments that no forward on shards supports, or "" if there are none."""
+    """Return an error message for arguments that no forward on shards supports, or "" if there are none."""
     if has_cache(inputs):
         return "training, and evaluation on shards, take no kv cache; got one, leave out use_cache and past_key_values"
     if refused := refusal(TABLE, inputs):
@@ -288,7 +288,7 @@ WHOLE_ONLY = "a {} needs whole batches, of which its head sees whole outputs; go
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the error message for a sharded batch with wrong names or shapes, or "" if there are none."""
+    """Return an error message for a sharded batch with wrong names or shapes, or "" if the batch is correct."""
     if wrong := common_misuse(inputs):
         return wrong
     labels, tokens = inputs.get("shift_labels"), tokens_of(inputs)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of transformers models without running attention twice (ds_seqpar.memory.checkpoints).
+"""Gradient checkpointing for transformers models without running attention twice (see ds_seqpar.memory.checkpoints).
 
 `gradient_checkpointing_enable` sets a checkpoint function on each layer. A sharded forward wraps the checkpoint
 functions before the layers run. The checkpoint functions therefore need no context_fn, may be reentrant, and may be set
@@ -37,7 +37,7 @@ def is_checkpointed(layer: Any) -> bool:
 class AsInForward:
     """A checkpoint function whose recomputation in backward repeats the first run, regardless of forwards in between.
 
-    The recomputation is local or sharded like the first run. torch's checkpoint restores the random state.
+    The recomputation is local or sharded, like the first run. torch's checkpoint restores the random state.
 
     Args:
         checkpoint: The checkpoint function to wrap.

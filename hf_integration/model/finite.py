@@ -1,6 +1,6 @@
 """Check the inputs and outputs of a patched model's modules for NaN and inf.
 
-The checks run if `check_finite` is set, but not in compiled code.
+The checks run if `check_finite` is set and the code is not compiled.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Hooks around the forwards of a patched model, which decide each forward's mode and change its arguments.
+"""Hooks around a patched model's forwards that decide each forward's mode and change its arguments.
 
-A forward is sharded, whole, a decode step or local.
+A forward is sharded, whole, a decode step, or local.
 
-- Local forwards compute the unpatched model. Forwards are local inside `whole_sequences`, and, on a single rank, for
-  batches that `shard_batches` did not make.
-- Whole forwards shard a whole batch and return whole outputs (`whole_calls`). A whole forward may use a kv cache, of
-  which each rank stores a part (`generation`).
-- Decode steps have one new token per row, which all ranks compute.
+- Local forwards compute the unpatched model. Forwards are local inside `whole_sequences`. On a single rank, forwards
+  are also local for batches that do not come from `shard_batches`.
+- Whole forwards shard a whole batch and return whole outputs (see `whole_calls`). A whole forward can use a kv cache
+  that is distributed across ranks (see `generation`).
+- Decode steps have one new token per row. All ranks compute the new token.
 
-Before each forward that is not local, the ranks check once that each rank got its own tokens with global positions
-(`agreement`). The outermost called module decides the mode from all its arguments by name, and creates the
+Before each forward that is not local, the ranks check once that each rank received its own tokens with global positions
+(see `agreement`). The outermost module in the call decides the mode from all its arguments, and creates the
 `ForwardContext`. The base model passes the context to its layers. Checkpoints store the context, so that backward
 recomputes a layer in the original mode.
 """
@@ -47,7 +47,7 @@ from .agreement import UNSHIFTED, WHOLE_ONLY, Agreement, agree_in_graph, tokens_
 from .losses import ExpertBalance, check_loss, check_output
 from .prompts import may_share
 
-# prevents the base model from making a (local tokens)^2 mask: a mask with four dims reaches the layers unchanged
+# prevents the base model from making a (local tokens)^2 mask, since a 4-dim mask reaches the layers unchanged
 NO_MASK = torch.empty(1, 1, 0, 0)
 WHOLE_COMPILED = (
     "a model in torch.compile needs batches of sp.shard_batches; got a whole batch, or a kv cache, compile its layers "
@@ -70,16 +70,16 @@ class Patch:
     hooks: list[Any]  # handles whose `remove` undoes the patch
     agreement: Agreement
     layers: tuple[Any, ...]  # the layers that can be checkpointed
-    ropes: tuple[nn.Module, ...] = ()  # embeddings that need the longest position
+    ropes: tuple[nn.Module, ...] = ()  # position embeddings that need the longest position
     takes_keys: bool = False  # whether the model computes a layer argument from a 2-dim mask
-    experts: ExpertBalance | None = None  # None if the loss has no term that balances experts
+    experts: ExpertBalance | None = None  # None if the loss has no expert balance term
     stack: nn.Module | None = None  # the module in the base model that shards calls with media
     heads: tuple[nn.Module, ...] = ()  # modules around the base model
-    above: tuple[nn.Module, ...] = ()  # those of `heads` that get whole outputs and may compute any loss
-    untried: tuple[nn.Module, ...] = ()  # modules whose loss on a sharded batch is still to be checked
+    above: tuple[nn.Module, ...] = ()  # modules in `heads` that get whole outputs and may compute any loss
+    untried: tuple[nn.Module, ...] = ()  # modules whose loss on a sharded batch has not been checked yet
     tiled: bool = False  # whether any module is tiled
-    evaluating: bool = False  # whether forwards without gradients also use loss tiles
-    # one item per active `whole_sequences` in any thread; forwards are local unless empty
+    evaluating: bool = False  # whether forwards without gradients also compute the loss in tiles
+    # one item per active `whole_sequences` in any thread; forwards are local unless the list is empty
     whole: list[None] = dataclasses.field(default_factory=list)
 
     def __deepcopy__(self, memo: dict) -> Patch:
@@ -93,7 +93,10 @@ class Patch:
 
 
 def text_of(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a batch for a patched model without its media. Raise an error if the model does not support the media."""
+    """Return a batch for a patched model without its media.
+
+    Raise an error if the model does not support these media.
+    """
     inner: Any = unwrapped(model)
     patch = patch_of(inner)
     return batch if patch is None else media.text_of(patch.facts, batch, inner.config)
@@ -116,8 +119,9 @@ def hook(module: nn.Module, before: Before) -> list[RemovableHandle]:
 
 
 def _argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a forward's positional arguments. For wrappers that only pass arguments on, return the inner
-    module's names.
+    """Return the names of a forward's positional arguments.
+
+    For wrappers that only pass arguments through, return the inner module's argument names.
     """
     parameters = inspect.signature(module.forward).parameters.values()
     names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
@@ -138,9 +142,9 @@ Before = Callable[[Bind, Any, tuple, dict[str, Any]], tuple[tuple, dict[str, Any
 def _is_local(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return whether a forward is local.
 
-    A single rank always has whole sequences, so its forwards are usually local too. Forwards are not local for batches
-    of `shard_batches` and for a Trainer's batches with labels, which use tiles and checkpoints as on several ranks.
-    Calls whose rows may share prompts are not local either.
+    A single rank always has whole sequences, so its forwards are usually local too. On a single rank, forwards for
+    batches from `shard_batches` are not local. Forwards for a Trainer's batches with labels are not local either, since
+    they use tiles and checkpoints as on several ranks. Calls whose rows may share prompts are not local either.
     """
     if patch.whole or patch.sp.size > 1:
         return bool(patch.whole)
@@ -161,17 +165,16 @@ def _mode(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Mode:
         return "local"
     if not torch.compiler.is_compiling():
         check_thread()
-    if wrong_inputs(inputs) or _is_sharded(inputs):  # the agreement will report what is wrong
+    if wrong_inputs(inputs) or _is_sharded(inputs):  # the agreement will report the error
         return "sharded"
     return "decode" if takes_cache(module, inputs) and tokens_of(inputs).shape[1] == 1 else "whole"
 
 
 def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> ForwardContext:
-    """Return a context for a module's forward. The context is complete if an enclosing module has already decided the
-    mode.
+    """Return a context for a module's forward.
 
-    The context is current until `_leave`. The context becomes current before any code can fail, so that `_leave` also
-    ends it after an exception.
+    The context is complete if an enclosing module has already decided the mode. The context is current until `_leave`,
+    and becomes current before any code can fail, so that `_leave` also ends the context after an exception.
     """
     outer = current()
     context = ForwardContext(module=module, outer=outer)
@@ -186,10 +189,10 @@ def _begin(patch: Patch, module: nn.Module, inputs: Mapping[str, Any]) -> Forwar
 
 
 def _continues(patch: Patch, inputs: Mapping[str, Any], outer: ForwardContext) -> bool:
-    """Return whether a module is called with the shard of the enclosing context."""
+    """Return whether a module is called with the enclosing context's shard."""
     given = inputs.get("position_ids")
     if given is None and not patch.facts.attention and outer.positions is not None and not wrong_inputs(inputs):
-        return tokens_of(inputs).shape[1] == outer.positions.shape[1]  # heads do not pass on positions
+        return tokens_of(inputs).shape[1] == outer.positions.shape[1]  # heads do not pass positions on
     return given is outer.positions
 
 
@@ -251,12 +254,12 @@ def before_head(bind: Bind, module: nn.Module, args: tuple, kwargs: dict[str, An
     patch = patch_of(inner)
     if patch is None:
         return args, kwargs
-    if torch.compiler.is_compiling():  # in a graph, only the base model's hooks do any work
+    if torch.compiler.is_compiling():  # in a graph, only the base model's hooks are active
         if not wrong_inputs(inputs):
             _check_compiled(patch, module, inputs)
         return args, kwargs
     context = _begin(patch, module, inputs)
-    if context.mode is not None or wrong_inputs(inputs):  # arguments may have names specific to the module
+    if context.mode is not None or wrong_inputs(inputs):  # arguments may have module-specific names
         return args, kwargs
     mode, wrong = _mode(patch, module, inputs), ""
     context = context.replace(mode=mode)
@@ -291,7 +294,7 @@ def _check_compiled(patch: Patch, module: nn.Module, inputs: dict[str, Any]) -> 
 
 
 def _begins_media(patch: Patch, inputs: Mapping[str, Any], context: ForwardContext) -> bool:
-    """Return whether a module is the outermost one in a call that is sharded at the inner stack."""
+    """Return whether a module is the outermost module of a call that is sharded at the inner stack."""
     return context.is_undecided and context.media is None and media.is_shared_by_stack(patch.facts, inputs)
 
 
@@ -307,7 +310,7 @@ def _begin_media(patch: Patch, inner: Any, inputs: dict[str, Any], context: Forw
 
 
 def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
-    """Return why a module that wraps the base model does not support a sharded batch, or "" if it does."""
+    """Return the reason why a module around the base model does not support a sharded batch, or "" if it does."""
     if not is_causal_lm(inner):
         return WHOLE_ONLY.format(type(inner).__name__)
     return UNSHIFTED if inputs.get("labels") is not None and inputs.get("shift_labels") is None else ""
@@ -318,7 +321,7 @@ def _wrong_shard(inner: nn.Module, inputs: Mapping[str, Any]) -> str:
 
 def before_base(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     patch, inputs = patched(module).model, bind(args, kwargs)
-    keep_name(text_config(module.config))  # copying the model and set_attn_implementation both change the name
+    keep_name(text_config(module.config))  # copying the model or calling set_attn_implementation changes the name
     checkpointing.keep_attention(patch.layers, module, patch.sp)
     if not torch.compiler.is_compiling():
         return (), _arguments(patch, module, inputs)
@@ -374,7 +377,7 @@ def _arguments(patch: Patch, module: Any, inputs: dict[str, Any], compiled: bool
 
 
 def _for_layers(patch: Patch, module: Any, inputs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
-    """Return the arguments, changed so that the base model makes neither a mask nor its own cache."""
+    """Return the arguments, changed so that the base model creates neither a mask nor its own cache."""
     call = context.media
     mask = NO_MASK if call is None or call.mask is None else call.mask
     inputs = {name: x for name, x in inputs.items() if name != "placement"} | {"attention_mask": mask}
@@ -419,14 +422,14 @@ def _after(bind: Bind, module: Any, args: tuple, kwargs: dict[str, Any], output:
     if context.mode == "decode":
         return output
     sharded_loss = context.mode == "sharded" and module in patch.untried and inputs.get("shift_labels") is not None
-    if sharded_loss and (module in patch.above or context.module is not None):  # library heads stay one graph
+    if sharded_loss and (module in patch.above or context.module is not None):  # library heads stay in one graph
         _try_shard_loss(patch, module, inputs, output, context)
     _agree_on_finite(patch)
     if patch.experts is not None and not is_base:
         router_logits, context.state.router_logits = (
             context.state.router_logits,
             None,
-        )  # drops the reference to the autograd graph
+        )  # without a reference to the autograd graph
         output = patch.experts.correct(inner, inputs, output, 1 / patch.sp.size if is_whole else 1.0, router_logits)
     return whole_calls.gather_outputs(patch.agreement, context, inputs, output) if is_whole else output
 

@@ -1,6 +1,6 @@
-"""`sp.log_probs`: the log-probability of each label from a patched model, without materializing whole logits.
+"""Compute `sp.log_probs`, the log-probability of each label, from a patched model without materializing whole logits.
 
-The model is called through all wrappers, just as for logits. When the base model returns the last hidden state, the
+The model is called through all its wrappers, just as for logits. When the base model returns the last hidden state, the
 head computes per-token numbers in tiles, and the rest of the forward continues with zero tokens.
 """
 
@@ -27,14 +27,14 @@ from ..memory.tiled_loss import Instead, class_forward, loss_tiles, through, wit
 from .agreement import compare_batch
 from .forward import Patch
 
-TEMPERATURE, ENTROPY = "log_probs_temperature", "log_probs_entropy"  # arguments of the call that ranks compare
+TEMPERATURE, ENTROPY = "log_probs_temperature", "log_probs_entropy"  # arguments that ranks compare
 # all arguments that are removed before the model's own forward
 TAKEN = {TEMPERATURE, ENTROPY, "fused_lm_head", "labels", "shift_labels", "num_items_in_batch"}
 
 
 @dataclasses.dataclass
 class TokenNumbers(ModelOutput):
-    """Numbers (rows, tokens) for the token that each position predicts, or 0 if that token has no label."""
+    """Numbers (rows, tokens) for the token that each position predicts, or 0 if the predicted token has no label."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
@@ -57,16 +57,16 @@ def log_probs(
         if sharded := {"shift_labels", "placement"} & inputs.keys():
             raise InputError(f"log_probs needs whole rows; got {min(sharded)} of a shard, give it the rows before that")
     except Exception as reason:
-        if sp.size > 1 and not (patch and patch.whole):  # other ranks compare the batch of the call
+        if sp.size > 1 and not (patch and patch.whole):  # other ranks compare the call's batch
             compare_batch(sp, None, as_seqpar_error("asking for log-probabilities failed", reason))
         raise
     inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "use_cache": False}
     inputs |= {"fused_lm_head": True, TEMPERATURE: float(temperature), ENTROPY: bool(return_entropy)}
     if getattr(inner.config.get_text_config(decoder=True), "output_router_logits", False):
-        inputs["output_router_logits"] = False  # they would only serve an unrequested balance loss
+        inputs["output_router_logits"] = False  # router logits would only be used for an unrequested balance loss
     call = _Call(sp, inner, temperature, return_entropy)
     hooks = [base_of(inner).register_forward_hook(call.after_base)]
-    for head in patch.heads:  # peft may call the inner model without its hooks
+    for head in patch.heads:  # peft may call the inner model without running its hooks
         hooks.append(head.register_forward_pre_hook(call.before, with_kwargs=True))
         hooks.append(head.register_forward_hook(call.after, prepend=True))
     try:
@@ -100,18 +100,18 @@ def _patched(sp: SequenceParallel, model: nn.Module) -> tuple[Any, Patch]:
 
 
 def _labels_of(input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Return labels for all tokens except padding and tokens that only padding could predict."""
+    """Return labels for all real tokens that directly follow a real token."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise InputError(f"log_probs needs input_ids (rows, tokens); got {describe(input_ids)}, give such")
     labels = input_ids.long()
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
-        return labels  # the call itself reports a wrong mask
+        return labels  # the model's call will report a wrong mask
     real = mask.bool().to(labels.device)
     return labels.masked_fill(~(real & nn.functional.pad(real[:, :-1], (1, 0))), IGNORE)
 
 
 class _Call:
-    """One call of a model, with the hooks that replace its logits by per-token numbers."""
+    """One call of a model, with the hooks that replace logits with per-token numbers."""
 
     shift_labels: Tensor
     numbers: TokenNumbers | None = None
@@ -120,7 +120,7 @@ class _Call:
         self.sp, self.model, self.temperature, self.entropy = sp, model, temperature, entropy
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Remove the arguments of the request from the call, after the hook that shards the batch."""
+        """Remove the request's arguments from the call, after the hook that shards the batch."""
         if TEMPERATURE in kwargs:
             shifted = kwargs.get("shift_labels")
             if shifted is None:  # the forward is local

@@ -1,13 +1,13 @@
-"""Check a model's loss when sequences are shared, and compute the loss that balances experts.
+"""Check a model's loss when ranks share sequences, and compute the expert balance loss.
 
 A rank's loss on its own tokens must be the sum of token losses on shift_labels, divided by num_items_in_batch. A loss
-that swallows both arguments in its **kwargs, or adds a term, would silently give wrong gradients. Losses are therefore
-tested: first `loss_function` on two tokens, then the loss of a real forward, up to rounding. With whole batches a
-user-defined forward gets whole outputs instead, so it may compute any loss (`families.is_plain_head`).
+that swallows both arguments in its **kwargs, or adds a term, would silently produce wrong gradients. The loss is
+therefore tested twice: `loss_function` on two tokens, and the loss of a real forward, up to rounding. With whole
+batches, a user-defined forward gets whole outputs instead, and may compute any loss (see `families.is_plain_head`).
 
-The loss that balances experts multiplies two sums over tokens (Switch Transformer, equation 4). Averaging the ranks'
-losses would give a different loss and different gradients than the unsplit model. The balance is therefore computed
-from whole sequences.
+The expert balance loss multiplies two sums over tokens (Switch Transformer, equation 4). Averaging the ranks' balance
+losses would change the loss and the gradients of the unsplit model. The balance is therefore computed from whole
+sequences.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def check_function(model: nn.Module, sp: SequenceParallel) -> None:
 
 
 def has_loss(model: nn.Module) -> bool:
-    """Return whether a model is a transformers causal language model, so that its loss can be checked."""
+    """Return whether a model is a transformers causal language model, whose loss can be checked."""
     model = unwrapped(model)
     return isinstance(model, PreTrainedModel) and is_causal_lm(model)
 
 
 def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError | None:
-    """Return the error for a wrong `model.loss_function`, or None if the function is right.
+    """Return the error for a wrong `model.loss_function`, or None if the function is correct.
 
     Args:
-        option_of: The name of the function or class that accepts check_loss=False, for the message, or "" if there is
-            none.
+        option_of: The name of the function or class that accepts check_loss=False, or "" if there is none. Used in the
+            error message.
     """
     logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
-    shifted = torch.tensor([[2, IGNORE]])  # cannot be made from labels
+    shifted = torch.tensor([[2, IGNORE]])  # cannot be derived from labels
     expected = float(F.cross_entropy(logits[0, :1], shifted[0, :1])) / 4
     arguments = {"labels": labels, "vocab_size": 3, "num_items_in_batch": torch.tensor(4), "shift_labels": shifted}
     try:
@@ -77,7 +77,7 @@ class TriedLoss(NamedTuple):
 
         Args:
             loss: The loss that the forward returned.
-            expected: The sum of token losses over num_items_in_batch.
+            expected: The sum of token losses, divided by num_items_in_batch.
             tokens: The number of summed token losses.
         """
         value = float(loss.detach())
@@ -86,7 +86,7 @@ class TriedLoss(NamedTuple):
 
     @property
     def rest(self) -> float:
-        """The loss minus the sum of token losses, or 0 if the difference is due to rounding."""
+        """The loss minus the sum of token losses, or 0 if the difference is within rounding."""
         rest = self.value - self.expected
         alike = self.value == self.expected or (math.isnan(self.value) and math.isnan(self.expected))
         return 0.0 if alike or abs(rest) <= self.rounding else rest
@@ -96,11 +96,12 @@ class TriedLoss(NamedTuple):
 
 
 def shard_loss_error(sp: SequenceParallel, tried: TriedLoss | None) -> ConfigError | None:
-    """Return the error for the loss of sharded forwards, or None if the loss is right. The call is collective over the
-    sequence's ranks.
+    """Return the error for the loss of sharded forwards, or None if the loss is correct.
+
+    The call is collective across the ranks that share the sequence.
 
     A rank's loss may contain another term, such as a penalty on parameters, if the term is equal on all ranks. Sharded
-    losses are averaged over ranks, so a term that is equal on all ranks counts once.
+    losses are averaged over ranks, so a term that is equal on all ranks contributes once.
     """
     all_tried = [trial for _, trial in all_gather_objects(sp.groups.control, ("loss of the model", tried))]
     if tried is None or not tried.rest:
@@ -115,18 +116,18 @@ def check_loss(
     sp: SequenceParallel, module: nn.Module, inputs: Mapping[str, Any], output: Any, *, share: float = 1.0,
     tiles: list[float] | None = None, option_of: str | None = None, error: ConfigError | None = None,
 ) -> bool:  # fmt: skip
-    """Raise ConfigError on all ranks of a sequence if any rank's loss contains more than token losses.
+    """Raise ConfigError on all ranks that share a sequence if any rank's loss contains more than token losses.
 
     Args:
         inputs: The forward's arguments by name, with this rank's shard.
         output: The forward's output.
         share: See `tried_loss`.
         tiles: See `tried_loss`.
-        option_of: As for `loss_function_error`, for a whole batch, or None if the batch was passed sharded.
-        error: Another error on this rank.
+        option_of: For a whole batch, see `loss_function_error`. None if the batch was passed sharded.
+        error: An earlier error on this rank, or None.
 
     Returns:
-        Whether the batch contains the arguments that the check needs.
+        Whether the batch contains the arguments needed for the check.
     """
     labels, items = inputs.get("shift_labels"), inputs.get("num_items_in_batch")
     if labels is None or items is None or inputs.get("labels") is None:
@@ -150,10 +151,10 @@ def tried_loss(
         items: The divisor of the token losses.
         output: The forward's output.
         share: The fraction of the expert balance that the loss includes.
-        tiles: The sum of token losses of each tile, if the loss is tiled and there are no logits.
+        tiles: Each tile's sum of token losses, if the loss is tiled and there are no logits.
 
     Returns:
-        The comparison, or None if there are neither logits nor a tiled loss, or no loss to compare.
+        The comparison, or None if there is no loss to compare, or neither logits nor a tiled loss.
     """
     fields = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
     loss, logits, experts = (fields.get(name) for name in ("loss", "logits", "aux_loss"))
@@ -179,11 +180,11 @@ def _error(got: str, option_of: str) -> ConfigError:
 
 
 class ExpertBalance:
-    """The loss that balances the experts of a patched model."""
+    """The expert balance loss of a patched model."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
-        sp.sharding.mask_users.add(self)  # makes `shard_batches` return the mask, so that padding does not count
+        sp.sharding.mask_users.add(self)  # makes `shard_batches` return the mask, so that padding is not counted
 
     def __deepcopy__(self, memo: dict) -> ExpertBalance:
         return ExpertBalance(self.sp)
@@ -192,15 +193,16 @@ class ExpertBalance:
         self.sp.sharding.mask_users.discard(self)
 
     def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float, router_logits: Any = None) -> Any:
-        """Replace the expert balance over this rank's tokens by the balance over whole sequences.
+        """Replace the expert balance over this rank's tokens with the balance over whole sequences.
 
-        The balance is already right if a user-defined head got whole router logits.
+        The balance is already correct if a user-defined head got whole router logits.
 
         Args:
             output: The forward's output, changed in place.
-            share: The fraction of the balance in a rank's loss: 1 for batches of `shard_batches`, whose losses are
-                averaged over ranks, and 1 / size in a whole call, whose losses are summed.
-            router_logits: The base model's router logits, for an output that lacks them, such as trl's.
+            share: The fraction of the balance to include in a rank's loss. The fraction is 1 for batches from
+                `shard_batches`, for which losses are averaged over ranks, and 1 / size in a whole call, in which losses
+                are summed.
+            router_logits: The base model's router logits, for outputs that lack router logits, as with trl.
 
         Returns:
             The output.
@@ -225,15 +227,15 @@ class ExpertBalance:
 
 
 def balance(sp: SequenceParallel, router_logits: tuple[Tensor, ...], chosen: int, mask: Tensor | None) -> Tensor:
-    """Compute the loss that balances experts, over all layers and all tokens of the group's sequences.
+    """Compute the expert balance loss over all layers and all tokens of the group's sequences.
 
     The loss is the number of experts times a sum over experts. Each term is the share of tokens that chose the expert,
     multiplied by the expert's mean probability.
 
     Args:
-        router_logits: (tokens, experts) of each layer.
+        router_logits: The router logits (tokens, experts) of each layer.
         chosen: The number of experts per token.
-        mask: 0 for tokens that do not count, or None if all tokens count.
+        mask: A mask that is 0 for tokens to ignore, or None to count all tokens.
     """
     weight = None if mask is None else mask.reshape(-1, 1).float()
     sums, experts = [], router_logits[0].shape[-1]
@@ -248,7 +250,7 @@ def balance(sp: SequenceParallel, router_logits: tuple[Tensor, ...], chosen: int
 
 
 def check_output(model: Any, inputs: dict[str, Any]) -> None:
-    """Raise ConfigError if a forward that balances experts returns a tuple, in which the loss has no name."""
+    """Raise ConfigError if a forward with an expert balance loss returns a tuple, in which the loss has no name."""
     wanted = inputs.get("output_router_logits")
     balances = model.config.output_router_logits if wanted is None else wanted
     as_dict = inputs.get("return_dict")

@@ -1,6 +1,6 @@
-"""Calls with images, videos or audio: the stack of layers runs on shards, and all other modules run whole on each rank.
+"""Calls with images, videos or audio. The stack of layers runs on shards, and all other modules run whole on each rank.
 
-Models encode media into features, insert the features in place of token embeddings, and call their stack of layers with
+Models encode media into features, insert the features in place of token embeddings, and call the stack of layers with
 the resulting `inputs_embeds`. All code before the stack therefore runs unchanged on all ranks, and the stack's call is
 a whole call. Padding and documents are taken from the outermost call, even if the model has changed them since.
 """
@@ -31,26 +31,26 @@ from ..look.media import placeholders
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Spans of tokens that see one another under a mask, with all rows laid end to end."""
+    """Spans of tokens that see one another under a mask, with all rows concatenated."""
 
     spans: tuple[tuple[int, int], ...] = ()
-    whole: bool = False  # whether a window still shows each token its whole span
+    whole: bool = False  # whether tokens see their whole span even if it exceeds the window
 
 
 @dataclasses.dataclass(eq=False)
 class MediaCall:
-    """State of the enclosing call of a model with media, for use by the stack."""
+    """State of the enclosing call of a model with media, for use in the stack."""
 
     shape: tuple[int, int]  # rows and tokens
     layout: dict[str, Any]  # the arguments that specify padding and documents
-    states: list[Tensor] = dataclasses.field(default_factory=list)  # the random states when the call began
+    states: list[Tensor] = dataclasses.field(default_factory=list)  # the random states at the start of the call
     masks: list[Blocks] = dataclasses.field(default_factory=list)  # the masks made outside the stack
     mask: Any = None  # the attention_mask for the layers
-    counts: bool = False  # whether the stack's call had position_ids
+    counts: bool = False  # whether the stack was called with position_ids
     documents: Lengths = ()  # the documents of a pack if masks are made outside the stack
 
     def add_mask(self, function: Callable[..., Tensor], given: Mapping[str, Any]) -> Tensor:
-        """Record the blocks of a mask. Return a 4-dim stand-in for the mask, which reaches the layers unchanged."""
+        """Record a mask's blocks. Return a 4-dim stand-in for the mask, which reaches the layers unchanged."""
         begin = given["q_offset"]  # the number of cached tokens, which new tokens see causally
         if (given["batch_size"], given["q_length"]) != self.shape or given["kv_length"] != begin + self.shape[1]:
             raise InputError(
@@ -65,15 +65,15 @@ class MediaCall:
         """Return the arguments of the outermost module.
 
         For a pack of documents, position_ids are removed, since the layout already contains the documents. With
-        position_ids, transformers would also make a document mask and look up blocks by positions in documents instead
-        of positions in the pack.
+        position_ids, transformers would also create a document mask, and would look up blocks by position in a document
+        instead of position in the pack.
         """
         positions = inputs.get("position_ids")
         has_axes = isinstance(positions, Tensor) and positions.dim() > 2
         return {name: x for name, x in inputs.items() if not self.documents or has_axes or name != "position_ids"}
 
     def blocks(self, mask: Any) -> Blocks:
-        """Return the blocks of the mask that a layer received."""
+        """Return the blocks of a mask that a layer received."""
         number = mask.shape[-1] if _stands_for_mask(mask) else 0
         return self.masks[number - 1] if number else Blocks()
 
@@ -112,7 +112,7 @@ def names_of(facts: Facts, inputs: Mapping[str, Any]) -> list[str]:
 
 
 def is_shared_by_stack(facts: Facts, inputs: Mapping[str, Any]) -> bool:
-    """Return whether a call runs all modules around the stack on whole sequences.
+    """Return whether all modules around the stack run on whole sequences in a call.
 
     The result is true for calls with media or with a cache, since positions after a cache depend on earlier media.
     """
@@ -120,7 +120,7 @@ def is_shared_by_stack(facts: Facts, inputs: Mapping[str, Any]) -> bool:
 
 
 def text_of(facts: Facts, batch: Mapping[str, Any], config: PreTrainedConfig) -> Mapping[str, Any]:
-    """Return a batch without its media. Raise an error if the model does not support the media."""
+    """Return a batch without its media. Raise an error if the model does not support these media."""
     if not names_of(facts, batch):
         return batch
     if error := checked(facts, batch, config)[1]:
@@ -140,13 +140,13 @@ def layout_in(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(facts: Facts, inputs: Mapping[str, Any], config: PreTrainedConfig) -> tuple[Lengths, SeqParError | None]:
-    """Return (the documents of a pack with media, the error if the model does not support the call or None)."""
+    """Return (the documents of a pack with media; an error if the model does not support the call, otherwise None)."""
     if not (names := names_of(facts, inputs)):
         return (), None
     if facts.no_media:
         return (), ConfigError(
             f"ranks that share a {config.model_type} need batches of text alone; got {names[0]}, but {facts.no_media}, "
-            "leave pictures, films and sounds out of the batch"
+            "leave images, videos and audio out of the batch"
         )
     ids, layout = inputs.get("input_ids"), layout_in(inputs)
     says_documents, mask = bool(layout.keys() - {"attention_mask"}), layout.get("attention_mask")
@@ -162,7 +162,7 @@ def checked(facts: Facts, inputs: Mapping[str, Any], config: PreTrainedConfig) -
     if not len(cut := starts[is_place[starts] & is_place[starts - 1]]):
         return documents, None
     return (), InputError(
-        "a document of a pack must hold whole pictures, films and sounds; got one that begins between two tokens of "
+        "a document of a pack must hold whole images, videos and audio; got one that begins between two tokens of "
         f"them, at token {int(cut[0])}, cut packs between documents, and begin each with a token of text"
     )
 
@@ -175,12 +175,12 @@ def blocks_of(
     begin: int = 0,
     documents: Lengths = (),
 ) -> Blocks:
-    """Return the blocks of a causal mask: neighbors that see each other share a block.
+    """Return the blocks of a causal mask. Neighboring tokens that see each other share a block.
 
     Args:
         function: Returns whether a query sees a key, given (row, head, query, key), like transformers' mask functions.
         shape: The numbers of rows and tokens.
-        padding: (rows, tokens), 0 for padding. Padding belongs to no block.
+        padding: A mask (rows, tokens) that is 0 for padding. Padding belongs to no block.
         device: The device of the tensors that the function reads.
         begin: The index of the first token.
         documents: The documents of a pack, or () if each row is one document. No block crosses the end of a document.
@@ -210,8 +210,8 @@ def blocks_of(
     apart = (of == of.roll(-1)) & (first_token < next_token)
     if bool((~sees(row, first_token, last_token) | (apart & sees(row, first_token, next_token))).any()):
         raise InputError(
-            "ranks share attention in which the keys of a token are one interval; got pictures of a row that see one "
-            "another, give each picture a row of its own"
+            "ranks share attention in which the keys of a token are one interval; got images of a row that see one "
+            "another, give each image a row of its own"
         )
     whole = bool(sees(row, last_token, first_token).all())
     return Blocks(tuple(zip(first.tolist(), (last + 1).tolist(), strict=True)), whole and len(first) > 0)
@@ -223,7 +223,7 @@ def with_blocks(mask: Mask, blocks: Blocks) -> Mask:
 
 
 def masks_of_rows(mask: Mask, blocks: Blocks, cached: CachedForward) -> list[Mask]:
-    """Return the mask of each row of a cached forward, without padding, or a single mask if all are equal."""
+    """Return each row's mask in a cached forward, without padding, or a single mask if all masks are equal."""
     spans: list[list[tuple[int, int]]] = [[] for _ in range(cached.count)]
     for first, end in blocks.spans:
         row, token = divmod(first, cached.columns)

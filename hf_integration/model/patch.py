@@ -65,18 +65,18 @@ from .forward import NO_MASK, Patch, before_base, before_head, before_stack, hoo
 from .losses import ExpertBalance, check_loss, has_loss
 from .weights import check_not_flattened
 
-# optional arguments of attention; the first may be positional
+# optional attention arguments; the first may be positional
 OPTIONS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux")
 
 
 def patch_attention(
     model: PreTrainedModel, sp: SequenceParallel, inputs: Mapping[str, InputSpec] | None = None
 ) -> PreTrainedModel:
-    """Make every attention of a model exact over sequences that `sp.size` ranks share.
+    """Make every attention in a model exact for sequences that `sp.size` ranks share.
 
-    Call the patched model with whole batches, the same on the ranks that share them, to get whole outputs.
-    Alternatively, call the model with the output of `sp.shard_batches` to get outputs for this rank's shards. If a
-    model is already patched with `sp`, only new `inputs` are added.
+    Call the patched model with whole batches, which must be the same on the ranks that share them, to get whole
+    outputs. Alternatively, call the model with the output of `sp.shard_batches` to get outputs for this rank's shards.
+    If a model is already patched with `sp`, only new `inputs` are added.
 
     Args:
         model: A transformers model, possibly inside a peft model or `torch.compile`. The model is patched in place.
@@ -89,7 +89,7 @@ def patch_attention(
 
     Raises:
         ConfigError: The model cannot be patched (see `families`), its numbers of heads are unsuitable, the model is
-            patched with another SequenceParallel, or `inputs` contradict a known name.
+            already patched with another SequenceParallel, or `inputs` contradict a known name.
 
     Examples:
         >>> sp = SequenceParallel(SequenceParallelConfig(size=2), heads=heads(model))
@@ -119,7 +119,7 @@ def patch_attention(
 def _checked(model: Any, inner: Any, sp: SequenceParallel) -> Facts:
     """Check that a model can be patched, and return the model's facts.
 
-    The call is collective over the ranks of `sp` if the facts must be detected at run time.
+    The call is collective across the ranks of `sp` if the facts must be detected at run time.
     """
     if not isinstance(inner, PreTrainedModel) or is_tested(inner):
         check_patch(model, sp)
@@ -187,7 +187,7 @@ def patch_by(
 
 
 def _patch_heads(patch: Patch, model: nn.Module) -> None:
-    """Hook the modules that wrap a patched base model and are not hooked yet.
+    """Hook all modules that wrap a patched base model and have no hooks yet.
 
     Several heads may share one base model.
     """
@@ -212,8 +212,8 @@ def share_sequences(
 ) -> SequenceParallel:
     """Make a SequenceParallel, and patch a model with it.
 
-    Call the model as before, with whole batches that are equal on all ranks of a sequence. Distribute batches by
-    `sp.data_rank` and `sp.data_size`. The call is collective over all ranks.
+    Call the model as before, with whole batches that are equal on all ranks that share a sequence. Distribute batches
+    by `sp.data_rank` and `sp.data_size`. The call is collective across all ranks.
 
     Args:
         model: See `patch_attention`.
@@ -234,7 +234,7 @@ def share_sequences(
     try:
         check_patch(model, None)
         config, model_heads = SequenceParallelConfig.from_dict(settings), heads(unwrapped(model))
-    except Exception as reason:  # reported to all ranks, which would otherwise wait for this rank
+    except Exception as reason:  # reported to all ranks, which would otherwise keep waiting for this rank
         error = as_seqpar_error("reading a model that is to share sequences failed", reason)
     sp = SequenceParallel(config, heads=model_heads, error=error)
     with together(sp.control_world, "patching a model", "models", call="share_sequences") as agreed:
@@ -273,7 +273,7 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
 
 
 def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Restore the original attention of a patched model. An unpatched model stays unchanged.
+    """Restore a patched model's original attention. An unpatched model stays unchanged.
 
     Args:
         model: See `patch_attention`.
@@ -314,11 +314,11 @@ def patched_with(model: PreTrainedModel) -> SequenceParallel | None:
 def whole_sequences(model: nn.Module) -> Iterator[None]:
     """Context manager in which forwards of a patched model are local, as in the unpatched model.
 
-    Each rank evaluates its own whole sequences, with padding masks, labels that the model shifts, or a kv cache. Under
-    ZeRO-3 all ranks must run the same number of forwards, since they fetch parameters from one another.
+    Each rank runs its own whole sequences, possibly with padding masks, labels that the model shifts, or a kv cache.
+    Under ZeRO-3, all ranks must run the same number of forwards, since they fetch parameters from one another.
 
     Args:
-        model: As for `patch_attention`, or a DeepSpeed engine or DDP module that contains a patched model.
+        model: See `patch_attention`. May also be a DeepSpeed engine or DDP module that contains a patched model.
 
     Examples:
         >>> with whole_sequences(model):
@@ -330,7 +330,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
         yield
         return
     patch.whole.append(None)
-    patch.sp.sharding.unused.is_met = True  # local evaluation uses no sharded batches
+    patch.sp.sharding.unused.is_met = True  # local evaluation does not use sharded batches
     try:
         yield
     finally:
@@ -342,8 +342,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Implement transformers' attention interface with sequence parallel attention.
 
-    The query is (B, H, S, D), key and value are (B, Hkv, S, D), and the output is (B, S, H, D). A key and value with
-    three dims are a latent and its expansion matrix (`latent`).
+    The query has shape (B, H, S, D), the key and value have shape (B, Hkv, S, D), and the output has shape (B, S, H,
+    D). If key and value have three dims, they are a latent and its expansion matrix (see `latent`).
     """
     context: ForwardContext | None = kwargs.pop(KEYWORD, None)
     if context is None and not torch.compiler.is_compiling():
@@ -365,7 +365,7 @@ def _attention(
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         query = _scaled_by_position(module, query, kwargs.get("position_ids", context.positions), context)
     sp, mask, chunk = own.sp, own.mask, own.chunk
-    if sliding_window not in (None, mask.window):  # None: some models set the window only in the mask
+    if sliding_window not in (None, mask.window):  # None if the model sets the window only in the mask
         raise ConfigError(
             f"layer {module.layer_idx} needs one sliding window in its attention and in the config; got "
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
@@ -386,7 +386,7 @@ def _attention(
 
 
 def _mask(*, config: Any, **given: Any) -> Any:
-    """Implement transformers' mask interface: make the unpatched model's mask, or a stand-in in sharded forwards."""
+    """Implement transformers' mask interface. Return the unpatched model's mask, or a stand-in in sharded forwards."""
     context = None if torch.compiler.is_compiling() else current()
     if context is not None and context.mode not in (None, "local"):
         if context.media is None or context.spec is not None or context.mode == "decode":
@@ -402,7 +402,7 @@ def _mask(*, config: Any, **given: Any) -> Any:
 def _scaled_by_position(module: Any, query: Tensor, positions: Tensor | None, context: ForwardContext) -> Tensor:
     """Scale queries (B, H, S, D) by position, as in Llama 4.
 
-    Llama 4 itself would scale a rank's tokens as if they were the first new tokens.
+    Llama 4's own code would scale a rank's tokens as if they were the first new tokens.
     """
     cached, first = context.cached, 0
     if cached is not None:
@@ -433,7 +433,7 @@ def _attention_with_layout(
     call: media.MediaCall | None,
     made: Tensor | None,
 ) -> Tensor:
-    """Compute attention with the mask of a batch.
+    """Compute attention with a batch's mask.
 
     The function runs outside compiled graphs, since the mask differs between batches.
     """
@@ -450,7 +450,7 @@ def _attention_with_layout(
 
 @functools.lru_cache(maxsize=64)
 def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
-    """Return a mask in which each chunk of a document attends only to itself."""
+    """Return a mask under which each chunk of a document attends only to itself."""
     if mask.parents:
         raise InputError(
             f"layers that attend in chunks need documents without parents; got a layout with {mask}, give each "
@@ -461,9 +461,9 @@ def _in_chunks(mask: Mask, chunk: int, tokens: int) -> Mask:
 
 
 def check_engine(engine: Any, sp: SequenceParallel) -> None:
-    """Check, in an engine's first forward with labels, that the loss is right and the model calls sp.attention.
+    """Check in an engine's first forward with labels that the loss is correct and that the model calls `sp.attention`.
 
-    Patched models run the same checks themselves. Only causal language models of transformers are checked.
+    Patched models run the same checks themselves. Only transformers causal language models are checked.
     """
     if patch_of(unwrapped(engine.module)) is not None or not has_loss(engine.module):
         return

@@ -1,4 +1,4 @@
-"""Per-token numbers for rows that share a prompt: a patched model computes each shared prompt once.
+"""Compute per-token numbers for rows that share a prompt, running each shared prompt through the model only once.
 
 The rows become one row of documents, in which a prompt is the parent of its continuations. Outputs are copied back into
 the original rows, so the caller sees no difference.
@@ -26,12 +26,12 @@ TENSORS = {"input_ids", "attention_mask", "labels", "num_items_in_batch"}
 
 
 def wants_token_numbers(inputs: Mapping[str, Any]) -> bool:
-    """Return whether a call requests per-token numbers at its labels, as trl's trainers do."""
+    """Return whether a call requests per-token numbers for its labels, like the calls of trl's trainers."""
     return bool(inputs.get("fused_lm_head")) and inputs.get("labels") is not None
 
 
 def may_share(sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[str, Any]) -> bool:
-    """Return whether a call's rows may share prompts, according to the settings and the call's arguments."""
+    """Return whether the settings and a call's arguments allow the call's rows to share prompts."""
     setting = sp.config.shared_prompts
     if setting is False or not wants_token_numbers(inputs):
         return False
@@ -39,11 +39,11 @@ def may_share(sp: SequenceParallel, model: Any, facts: Facts, inputs: Mapping[st
 
 
 def unshared(sp: SequenceParallel, model: Any, inputs: Mapping[str, Any]) -> ConfigError | None:
-    """Return the error if prompts must be shared but the call's head gets whole outputs, otherwise None."""
+    """Return an error if prompts must be shared but the call's head gets whole outputs, otherwise None."""
     if sp.config.shared_prompts is not True or not wants_token_numbers(inputs):
         return None
     return ConfigError(
-        f"{SECTION}.shared_prompts true needs a causal language model, and rows without pictures; got a "
+        f"{SECTION}.shared_prompts true needs a causal language model, and rows without images; got a "
         f'{type(model).__name__}, around whose stack rows are whole, leave the setting out, or say "auto"'
     )
 
@@ -64,7 +64,7 @@ def prompts_of_call(
         The prompts, or None to compute the rows unchanged.
 
     Raises:
-        ConfigError: The settings require sharing of prompts, which is impossible for the call.
+        ConfigError: The settings require sharing prompts, which is impossible for the call.
         InputError: The mask is not a padding mask, or the labels are not token ids.
     """
     if not may_share(sp, model, facts, inputs):
@@ -75,7 +75,7 @@ def prompts_of_call(
             raise ConfigError(f'{SECTION}.shared_prompts true needs {refusal}, leave the setting out, or say "auto"')
         return None
     if labels_of(inputs).shape != inputs["input_ids"].shape:
-        return None  # sharding reports the mismatch
+        return None  # sharding will report the mismatch
     known = {**inputs, **on_cpu}
     mask = checked_mask(known.get("attention_mask"), inputs["input_ids"].shape)
     least = 0.0 if setting is True else LEAST
@@ -89,13 +89,13 @@ def prompts_of_call(
 
 
 def _balances(model: Any, inputs: Mapping[str, Any]) -> bool:
-    """Return whether a call's loss includes a term that balances experts over all tokens."""
+    """Return whether a call's loss includes an expert balance term over all tokens."""
     asked = inputs.get("output_router_logits")
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked)
 
 
 def _refusal(model: Any, facts: Facts, inputs: Mapping[str, Any]) -> str:
-    """Return "NEEDED; got GIVEN" for a call whose rows cannot share prompts, or "" for other calls."""
+    """Return "NEEDED; got GIVEN" if a call's rows cannot share prompts, otherwise ""."""
     if facts.mixers or facts.gathered:
         return "a model without layers that have a state or gather keys; got one with some"
     columns = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0

@@ -1,9 +1,9 @@
-"""Position embeddings that would be wrong if computed from one rank's tokens alone.
+"""Correct position embeddings that would be wrong if computed from one rank's tokens alone.
 
-The frequencies of RoPE may depend on the longest position of a batch ("dynamic", "longrope"), but a rank has only some
-of the positions. The rank's embedding therefore also gets the longest position, and the result for that position is
-dropped. In models without position_ids, embeddings that number tokens from the end of a cache get the positions of the
-rank's tokens.
+RoPE frequencies may depend on the longest position in a batch ("dynamic", "longrope"), but a rank has only some of the
+positions. The rank's embedding therefore also gets the longest position, and the result for that position is dropped.
+In models without position_ids, embeddings count positions from the end of the cache. Patched embeddings instead get the
+positions of the rank's tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..context import current
 from ..graph_breaks import between_graphs
 
-COUNTED = "past_key_values_length"  # an argument with the number of the first token
+COUNTED = "past_key_values_length"  # an argument with the position of the first token
 ROPE_TYPES = ("dynamic", "longrope")
 
 
@@ -30,12 +30,12 @@ def embeddings(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def counts(module: nn.Module) -> bool:
-    """Return whether an embedding numbers tokens from the end of a cache."""
+    """Return whether an embedding counts positions from the end of a cache."""
     return {COUNTED, "position_ids"} <= {*inspect.signature(type(module).forward).parameters}
 
 
 def _rope_types(module: nn.Module) -> set[Any]:
-    rope_type = getattr(module, "rope_type", None)  # a dict by layer type in some families
+    rope_type = getattr(module, "rope_type", None)  # in some families, a dict by layer type
     return {*rope_type.values()} if isinstance(rope_type, dict) else {rope_type}
 
 

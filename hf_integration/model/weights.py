@@ -1,6 +1,6 @@
-"""Comparison of a patched model between the ranks of a sequence.
+"""Compare a patched model between the ranks that share a sequence.
 
-The first forward compares everything, and later forwards compare a few weights.
+Ranks compare the whole model in the first forward, and a few weights in later forwards.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ from ds_seqpar.data.value_checks import device_digest
 
 from ..compat import FLATTENED, ZERO_ID
 
-PIECE = 1 << 20  # the number of tensor elements that are hashed at a time
-SAMPLES = 8  # the number of values per parameter that the first forward compares
-WATCHED, WATCHED_SAMPLES = 8, 64  # minimum number of parameters, and values per parameter, that later forwards compare
-OFTEN = 64  # the maximum number of training forwards between two comparisons
+PIECE = 1 << 20  # number of tensor elements to hash at a time
+SAMPLES = 8  # number of values per parameter to compare in the first forward
+# minimum number of parameters, and number of values per parameter, to compare in later forwards
+WATCHED, WATCHED_SAMPLES = 8, 64
+OFTEN = 64  # maximum number of training forwards between two comparisons
 
 
 def compares_weights(forward: int) -> bool:
-    """Return whether ranks compare weights in their n-th training forward: the 2nd, 4th, 8th, ..., and every 64th."""
+    """Return whether ranks compare weights in the given training forward.
+
+    Ranks compare in the 2nd, 4th, 8th, ... and in every 64th forward.
+    """
     return forward > 1 and (forward & (forward - 1) == 0 or forward % OFTEN == 0)
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the mean absolute value of sampled weights, by name, for some trained parameters including the last one.
 
-    Ranks compare the sampled weights during training, since gradients that are not averaged over ranks would make the
-    weights diverge. Frozen and partitioned parameters (ZeRO-3, FSDP) are skipped, since comparing them would reveal
-    nothing.
+    Ranks compare these values during training, since weights would diverge if gradients were not averaged over ranks.
+    Frozen and partitioned parameters (ZeRO-3, FSDP) are skipped, since comparing them would reveal nothing.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and is_whole(p)]
     return {name: _spread(p, WATCHED_SAMPLES).abs().mean() for name, p in trained[:: -max(1, len(trained) // WATCHED)]}
@@ -40,8 +43,8 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
 def fingerprint(model: nn.Module) -> dict[str, object]:
     """Return the properties of a model that ranks compare.
 
-    The properties are the dtypes, layers, RoPE settings, shapes and sampled values of all parameters and buffers, and
-    the names of trained parameters. Entries that best explain a difference come first. Parameters that ZeRO-3 or FSDP
+    The properties are dtypes, layers, RoPE settings, the names of trained parameters, and the shapes and sampled values
+    of all parameters and buffers. Entries that best explain a difference come first. Parameters that ZeRO-3 or FSDP
     partitions, or that are on the meta device, have no values to compare.
     """
     parameters = dict(model.named_parameters())
@@ -80,7 +83,7 @@ def is_whole(p: Tensor) -> bool:
 
 
 def _samples(parameters: dict[str, Tensor]) -> dict[str, str]:
-    """Return a digest of sampled values of each parameter, by name. All samples are copied from the device at once."""
+    """Return a digest of each parameter's sampled values, by name. All samples are copied from the device at once."""
     samples = [_spread(p) for p in parameters.values()]
     samples = [x.cpu() for x in samples] if len({x.device for x in samples}) > 1 else samples
     values = torch.cat(samples).cpu().split([len(x) for x in samples]) if samples else []
@@ -92,6 +95,6 @@ def _spread(p: Tensor, samples: int = SAMPLES) -> Tensor:
     flat = p.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     samples = min(samples, len(flat))
-    # in integers, since fp32 cannot represent indices above 2^24 and would round the last one up
+    # computed in integers, since fp32 cannot represent all indices above 2^24 and would round up the last index
     indices = torch.arange(samples, device=flat.device) * (len(flat) - 1) // max(samples - 1, 1)
     return flat[indices].double()

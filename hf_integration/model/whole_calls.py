@@ -1,8 +1,9 @@
-"""Call a patched model with whole batches and get whole outputs. A whole batch is the same on all ranks that share it.
+"""Call a patched model with whole batches and get whole outputs.
 
-The outermost called module shards the batch before its forward and makes the output whole afterwards. Inner modules,
-such as the base model under a head, get the same arguments as with `shard_batches`. A whole output stays sharded until
-its values are read (`ds_seqpar.whole`). Only the loss is summed over ranks at once.
+A whole batch is the same on all ranks that share it. The outermost module in the call shards the batch before its
+forward and makes the output whole afterwards. Inner modules, such as the base model under a head, get the same
+arguments as with `shard_batches`. A whole output stays sharded until its values are read (`ds_seqpar.whole`). Only the
+loss is summed over ranks at once.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ FUSED = (
     "fused_linear_cross_entropy=False, cross_entropy=False"
 )
 
-# (CPU copy, version of the device tensor when copied) for each device tensor of a whole batch
+# for each device tensor of a whole batch: (CPU copy, the tensor's version when it was copied)
 _on_cpu = WeakTensorKeyDictionary()
 
 
 def moved_batch(batch: Any, device: torch.device) -> Any:
-    """Move a whole batch from the CPU to a device and remember its CPU tensors.
+    """Move a whole batch from the CPU to a device, and remember the batch's CPU tensors.
 
-    A later call then neither copies tensors back, which would make the host wait, nor asks other ranks whether the
-    batch is whole. Objects other than mappings are returned unchanged.
+    A later call then need not copy tensors back, which would make the host wait, or ask other ranks whether the batch
+    is whole. Objects other than mappings are returned unchanged.
     """
     if not isinstance(batch, Mapping):
         return batch
@@ -70,14 +71,14 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 @between_graphs
 def is_moved_batch(x: Any) -> bool:
-    """Return whether a tensor comes from `moved_batch` and has not been written to since."""
+    """Return whether a tensor comes from `moved_batch` and has not been modified since."""
     return isinstance(x, Tensor) and x in _on_cpu and _on_cpu[x][1] == tensor_version(x)
 
 
 def shard_inputs(
     agreement: Agreement, facts: Facts, inputs: Mapping[str, Any], context: ForwardContext
 ) -> tuple[dict[str, Any], ForwardContext]:
-    """Shard the whole batch of a call. Ranks compare the batch later, in the base model's forward.
+    """Shard a call's whole batch. Ranks compare the batch later, in the base model's forward.
 
     Args:
         agreement: The agreement of the patched model.
@@ -89,7 +90,8 @@ def shard_inputs(
         (the forward's arguments by name, with this rank's shard; the context with the shard's specs).
 
     Raises:
-        InputError, ConfigError, DisagreementError: On all ranks of the sequence, if the batch cannot be sharded.
+        InputError, ConfigError, DisagreementError: On all ranks that share the sequence, if the batch cannot be
+            sharded.
     """
     try:
         return _sharded(agreement, facts, {name: x for name, x in inputs.items() if x is not None}, context)
@@ -104,7 +106,7 @@ def with_cache(
     """Return the context of a decode step, with its cache and the values that ranks will compare.
 
     Raises:
-        InputError: On all ranks of the sequence, if the cache or the mask does not match the call.
+        InputError: On all ranks that share the sequence, if the cache or the mask does not match the call.
     """
     try:
         checks = _compared(inputs)
@@ -122,13 +124,13 @@ def with_cache(
 def _sharded(
     agreement: Agreement, facts: Facts, inputs: dict[str, Any], context: ForwardContext
 ) -> tuple[dict[str, Any], ForwardContext]:
-    assert context.module is not None  # only the constants for graphs have no module
+    assert context.module is not None  # only the contexts for compiled graphs have no module
     model: Any = unwrapped(context.module)
     sp, labeled = agreement.sp, inputs.get("labels") is not None
     checks, cached, table = _compared(inputs), None, agreement.inputs
     if context.media is not None:
         inputs = context.media.of_stack(inputs)
-        checks.fields |= drawn_since(sp, context.media.states)  # for example by dropout in towers
+        checks.fields |= drawn_since(sp, context.media.states)  # for example for dropout in towers
     if takes_cache(context.module, inputs):
         cached, inputs = cached_forward(sp, model.config, facts, inputs, checks, table)
         checks.fields["cache"] = str(cached.kept)
@@ -205,8 +207,8 @@ def compare_inputs(
         error: A known error of the call.
 
     Raises:
-        ConfigError, DisagreementError: On all ranks of the sequence, if the ranks' arguments differ or if the inner
-            model does not return the outputs that the module needs.
+        ConfigError, DisagreementError: On all ranks that share the sequence, if the ranks' arguments differ or if the
+            inner model does not return the outputs that the module needs.
     """
     fused = is_of_liger(model.forward) and inputs.get("labels") is not None
     error = ConfigError(FUSED) if fused else error or unshared(agreement.sp, model, inputs)
@@ -217,7 +219,7 @@ def compare_inputs(
 
 
 def _misuse(inputs: Mapping[str, Any]) -> str:
-    """Return the error message for arguments that a whole batch does not support, or "" if there are none."""
+    """Return an error message for arguments that are not supported with a whole batch, or "" if there are none."""
     if wrong := common_misuse(inputs):
         return wrong
     if inputs.get("return_token_accuracy") or inputs.get("return_predicted_tokens"):
@@ -233,16 +235,16 @@ def _misuse(inputs: Mapping[str, Any]) -> str:
 
 
 def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mapping[str, Any], output: Any) -> Any:
-    """Replace this rank's shards in a whole call's output by whole tensors.
+    """Replace this rank's shards in a whole call's output with whole tensors.
 
     Args:
         inputs: The arguments of the forward by name, with this rank's shard.
     """
     sp, labeled, tiles = agreement.sp, inputs.get("labels") is not None, context.state.losses
     if tiles is not None and context.module is not None:
-        share, option_of = 1 / sp.size, agreement.loss_option_of or ""  # the fraction of the expert balance
+        share, option_of = 1 / sp.size, agreement.loss_option_of or ""  # the fraction of the expert balance loss
         check_loss(sp, context.module, inputs, output, share=share, tiles=tiles, option_of=option_of)
-        agreement.loss_option_of = None  # set only now, so that a refused loss is refused again
+        agreement.loss_option_of = None  # set only after the check, so that a rejected loss is rejected again
     whole = functools.partial(_whole, sp, context, labeled, bool(inputs.get("fused_lm_head")))
     if isinstance(output, dict):
         whole_outputs = {name: whole(name, x) for name, x in output.items()}
@@ -256,7 +258,7 @@ def gather_outputs(agreement: Agreement, context: ForwardContext, inputs: Mappin
 class _OnPart:
     """Hooks that make a token-wise module outside the base model compute only this rank's shard.
 
-    The module's parameters get this rank's part of their gradient, times `size`, like the base model's parameters.
+    Like the base model's parameters, the module's parameters get this rank's part of their gradient, times `size`.
     """
 
     shard_spec: ShardSpec | None = None  # the spec of the current output
@@ -282,17 +284,17 @@ class _OnPart:
 
 
 def compute_on_parts(module: nn.Module, sp: SequenceParallel) -> tuple[RemovableHandle, RemovableHandle]:
-    """Hook a module that processes tokens independently, so that it accepts and returns sharded whole tensors."""
+    """Hook a module that processes tokens independently so that it accepts and returns sharded whole tensors."""
     hooks = _OnPart(sp)
     return module.register_forward_pre_hook(hooks.before), module.register_forward_hook(hooks.after, always_call=True)
 
 
 def _whole(sp: SequenceParallel, context: ForwardContext, labeled: bool, shifted: bool, name: str, x: Any) -> Any:
-    """Return a whole output, made from this rank's shard.
+    """Return the whole tensor of which this rank's output is a shard.
 
     Args:
         labeled: Whether the output has a loss.
-        shifted: Whether per-token outputs lack a number for the last token.
+        shifted: Whether per-token outputs have no number for the last token.
         name: The name of the output.
         x: This rank's shard of the output.
     """
@@ -309,7 +311,7 @@ def _whole(sp: SequenceParallel, context: ForwardContext, labeled: bool, shifted
         whole: Tensor = whole_of(x, spec)
         if (cached := context.cached) is not None:
             columns = cached.logits if name == "logits" else None
-            # logits for generate must be gathered now: a streamer may read tokens on one rank alone
+            # logits for generate must be gathered here, since a streamer may read tokens on one rank alone
             if columns is not None:
                 whole = plain(whole)
             whole = cached.with_padding(whole, columns)

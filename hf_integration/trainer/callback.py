@@ -1,7 +1,7 @@
-"""Metrics that a sequence parallel run adds to the Trainer's log: tokens per second, MFU, memory and, once, the shape.
+"""Metrics that a sequence parallel run adds to the Trainer's log: tokens per second, MFU and memory.
 
 Model flops utilization (MFU) is the flops of training steps divided by the devices' peak flops in the same time.
-Recomputation by checkpoints or kernels does not count.
+Recomputation in checkpoints or kernels is not counted.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ def peak(device: torch.device, half: bool) -> float | None:
 
 
 class FlopCounter:
-    """Counts the flops of a patched model's training steps.
+    """Counter for the flops of a patched model's training steps.
 
-    Each weight of a matrix takes six flops per token: two in forward, two for the gradient of its input and two for its
-    own gradient. A frozen weight takes only four flops per token, since it needs no gradient of its own. Expert weights
-    count only for the tokens routed to the expert, and embedding weights do not count at all. For each pair of a query
-    and a key, attention takes two products in forward and four in backward.
+    Each matrix weight takes six flops per token: two in forward, two for the input gradient and two for the weight
+    gradient. A frozen weight takes only four flops per token, since it has no gradient. Expert weights count only for
+    the tokens routed to the expert, and embedding weights do not count at all. For each pair of a query and a key,
+    attention computes two products in forward and four in backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
         base = unwrapped(model)
-        # peft keeps the original of a module that it copies for training
+        # peft keeps the original of each module that it copies for training
         parameters = [x for x in base.named_parameters(remove_duplicate=False) if "original_module" not in x[0]]
         self.flops_of_token = sum(_weights(base, name, x) * (4 + 2 * x.requires_grad) for name, x in parameters)
         self.windows, modules = windows(base), modules_of(base, facts_of(base)).values()
         self.flops_of_pair = [6 * heads(base)[0] * _dims(module) for module in modules]
 
     def of_documents(self, lengths: Sequence[int]) -> float:
-        """Return the flops of training on documents of the given lengths (in tokens)."""
+        """Return the flops for training on documents with the given lengths in tokens."""
         from ds_seqpar.planner.request import visible_pairs
 
         pairs = sum(
@@ -72,18 +72,18 @@ class FlopCounter:
 
 
 def _dims(module: Any) -> int:
-    """Return the head_dim of keys plus the head_dim of values, which differ in latent attention."""
+    """Return the sum of the head_dims of keys and values, which differ in latent attention."""
     return module.qk_head_dim + module.v_head_dim if hasattr(module, "qk_head_dim") else 2 * module.head_dim
 
 
 def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
-    """Return how many weights of a matrix each token uses, or 0 for vectors and embeddings."""
+    """Return the number of a matrix's weights that each token uses, or 0 for vectors and embeddings."""
     shape = whole_shape(parameter)
     if len(shape) < 2 or "embed" in name or name.endswith("bias"):
         return 0
     module = model.get_submodule(name.rpartition(".")[0])
     if isinstance(module, nn.Linear):
-        return module.in_features * module.out_features  # a quantized parameter has fewer elements
+        return module.in_features * module.out_features  # quantized parameters have fewer elements
     experts: float = model.config.num_experts_per_tok / shape[0] if len(shape) > 2 else 1
     return whole_numel(parameter) * experts
 
@@ -91,17 +91,17 @@ def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
 class SequenceParallelCallback(TrainerCallback):
     """A callback that adds metrics to every training log.
 
-    - `tokens_per_second`: tokens of all ranks per second, without padding.
-    - `memory_gib`: the maximum over ranks of peak memory, allocated on the device or resident on a CPU.
-    - `mfu`: model flops over the peak of all ranks, from 0 to 1, if the device's peak is known.
+    - `tokens_per_second`: the number of tokens per second on all ranks, excluding padding.
+    - `memory_gib`: the maximum peak memory over all ranks, allocated on the device or resident on a CPU.
+    - `mfu`: model flops divided by the peak flops of all ranks, from 0 to 1, if the device's peak is known.
     - In the first log only, the shape: `sp_size`, `sp_ulysses`, `sp_inner` (the CP size), `data_groups`.
 
-    The measured time covers training steps with data loading, but not evaluation or saving. The metrics are printed,
+    The measured time includes training steps and data loading, but not evaluation or saving. The metrics are printed,
     reported, and passed to `on_log` of later callbacks, but not written to `trainer_state.json`.
 
     Args:
         sp: The `SequenceParallel` of the model.
-        peak: Peak flops/s of a rank's device, the same on all ranks. By default the bf16 and fp16 peak is looked up by
+        peak: Peak flops/s of a rank's device, the same on all ranks. By default, the bf16 and fp16 peak is looked up by
             device name.
     """
 
@@ -110,7 +110,7 @@ class SequenceParallelCallback(TrainerCallback):
         self.flop_counter: FlopCounter | None = None
         self.flops_done = self.tokens = self.seconds = 0.0
         self.step_began: float | None = None
-        self.figures: dict[str, Any] = {}  # for the next log
+        self.figures: dict[str, Any] = {}  # metrics for the next log
         self.shape_logged = False
 
     def start(self) -> None:
@@ -122,7 +122,10 @@ class SequenceParallelCallback(TrainerCallback):
         self.flop_counter = FlopCounter(kwargs["model"]) if self.peak else None
 
     def count(self, batch: Mapping[str, Any]) -> None:
-        """Count the tokens and flops of a whole batch, of which this rank computes 1 / sp.size."""
+        """Count the tokens and flops of a whole batch.
+
+        Of these tokens and flops, `1 / sp.size` is this rank's share.
+        """
         try:
             lengths = lengths_of(batch)
         except InputError:  # the forward will raise the error on all ranks
@@ -163,18 +166,18 @@ class SequenceParallelCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:
-            logs.update(self.figures)  # not to state.log_history, which must stay reproducible
+            logs.update(self.figures)  # state.log_history is not updated, since it must stay reproducible
             self.figures = {}
 
 
 def shape(sp: SequenceParallel) -> dict[str, int]:
-    """Return the shape of sequence parallelism, as numbers that every logging integration accepts."""
+    """Return the shape of sequence parallelism as numbers, which every logging integration accepts."""
     ulysses = sp.config.ulysses
     return {"sp_size": sp.size, "sp_ulysses": ulysses, "sp_inner": sp.size // ulysses, "data_groups": sp.data_size}
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return this rank's peak memory so far in GiB: allocated on the GPU, or resident in a CPU process."""
+    """Return this rank's peak memory so far in GiB, either allocated on the GPU or resident in a CPU process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux

@@ -1,11 +1,9 @@
-"""Checks of a Trainer's setup before training, which refuse settings that would change results.
+"""Check a Trainer's setup before training, and reject settings that would change results.
 
-The label shift and the divisor of the loss must be global (docs/how_it_works.md). Many steps that the Trainer performs
-once per rank must happen once per group of ranks that share a sequence. Settings that only support counting by rank are
-refused here.
-
-Errors that are the same on every rank are raised. Errors that may occur on only one rank, for example in its data, are
-returned. All ranks then raise the error together, so that none waits for another.
+Labels must be shifted, and losses divided, globally (see docs/how_it_works.md). Many steps that the Trainer performs
+once per rank must happen once per group of ranks that share a sequence. Settings that only support counting by rank
+raise an error. Errors that are the same on every rank are raised immediately. Errors that may occur on a single rank,
+for example in its data, are returned, and all ranks then raise them together, so that no rank waits for another.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from ..inputs import MEDIA
 from ..model import forward
 from .rollouts import ROLLOUTS, base_of_trl, check_row
 
-# (wrong value, needed value and reason) for each field of TrainingArguments
+# by field of TrainingArguments: (wrong value, needed value and reason)
 ARGUMENTS = {
     "average_tokens_across_devices": (
         False,
@@ -50,7 +48,7 @@ ARGUMENTS = {
         "activation_offloading=False, which moves what attention saves; set sequence_parallel.offload_checkpoints",
     ),
 }
-# (needed value, reason) for each setting of accelerate's data loaders
+# by setting of accelerate's data loaders: (needed value, reason)
 BATCHING = {
     "dispatch_batches": (False, "the first rank would hand every rank another part of a batch"),
     "split_batches": (False, "batch sizes are those of a group of ranks"),
@@ -58,7 +56,7 @@ BATCHING = {
 }
 PREFERENCES = ("DPOTrainer", "KTOTrainer")
 LOSS_OF_WHOLE = (*PREFERENCES, "RewardTrainer", *ROLLOUTS)  # Trainers whose compute_loss gets whole outputs
-SUPPORTED = ("SFTTrainer", *LOSS_OF_WHOLE, TRL_BASE)  # the Trainers of trl that may be extended
+SUPPORTED = ("SFTTrainer", *LOSS_OF_WHOLE, TRL_BASE)  # trl trainers that may be extended
 TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
 # fields of TrainingArguments that must be equal on all ranks, since they determine training and communication
 EQUAL_ARGUMENTS = (
@@ -99,7 +97,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def _refuse_all(unmet: list[tuple[str, str]]) -> None:
-    """Raise one ConfigError for all (needed, given) pairs."""
+    """Raise a single ConfigError for all (needed, given) pairs."""
     if unmet:
         needed, got = zip(*unmet, strict=True)
         raise ConfigError(f"sequence parallel training needs {', and '.join(needed)}; got {', '.join(got)}")
@@ -108,7 +106,7 @@ def _refuse_all(unmet: list[tuple[str, str]]) -> None:
 def check_json(args: TrainingArguments) -> None:
     """Raise ConfigError for an invalid DeepSpeed JSON (a file or a dict).
 
-    Errors that transformers would accept are reported too.
+    Errors that transformers would ignore are reported too.
     """
     config = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if isinstance(config, Mapping) or (isinstance(config, str | os.PathLike) and os.path.isfile(config)):
@@ -116,7 +114,7 @@ def check_json(args: TrainingArguments) -> None:
 
 
 def count_by_rank(config: Any, sp: SequenceParallel) -> None:
-    """Allow the `train_batch_size` of a JSON to count sequences, like `initialize`, or ranks, like transformers.
+    """Allow the `train_batch_size` in a JSON to count sequences, as in `initialize`, or ranks, as in transformers.
 
     Raises ConfigError for any other `train_batch_size`, and for JSON values that differ from TrainingArguments.
 
@@ -153,7 +151,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def _world_size() -> int:
-    """Return the number of ranks. Raise ConfigError if no launcher started them."""
+    """Return the number of ranks. Raise ConfigError if no launcher started the ranks."""
     world = all_ranks().size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
     if not world:
         got = "no launcher, start the script with deepspeed, accelerate launch or torchrun"
@@ -166,12 +164,12 @@ def _world_size() -> int:
 def text_of(trainer: Any, batch: Any) -> Any:
     """Return a batch without its media. Rows of prompts are returned unchanged.
 
-    Raises if the model does not support media, or if a prompt with media was truncated.
+    Raises an error if the model does not support media, or if a prompt with media was truncated.
     """
     if not isinstance(batch, Mapping):
         rows = [row for row in batch if isinstance(row, Mapping)] if isinstance(batch, list) else []
-        pictures = [row.get("images") or row.get("image") for row in rows]
-        forward.text_of(trainer.model, {"images": next(filter(None, pictures), None)})
+        images = [row.get("images") or row.get("image") for row in rows]
+        forward.text_of(trainer.model, {"images": next(filter(None, images), None)})
         return batch
     given = [name for name in MEDIA if batch.get(name) is not None]
     if given and base_of_trl(type(trainer), *PREFERENCES) and not batch["completion_mask"].any(1).all():
@@ -192,10 +190,10 @@ def has_custom_loss(trainer: Any) -> bool:
 
 
 def changes_loss(trainer: Any, but: Collection[str] = ()) -> bool:
-    """Return whether the Trainer uses a different loss than the model's.
+    """Return whether the Trainer uses a loss other than the model's own loss.
 
-    Possible causes are label smoothing, a compute_loss_func, a user-defined compute_loss, or a trl trainer on
-    preferences or rollouts.
+    Possible causes are label smoothing, a compute_loss_func, a user-defined compute_loss, or a trl trainer that trains
+    on preferences or rollouts.
 
     Args:
         trainer: The Trainer.
@@ -210,7 +208,7 @@ def changes_loss(trainer: Any, but: Collection[str] = ()) -> bool:
 
 
 def unseen_file() -> ConfigError:
-    """Return the error for a rank that cannot see the file of log-probabilities that trl's first rank wrote."""
+    """Return the error for a rank that cannot see the log-probability file written by trl's first rank."""
     return ConfigError(
         "precompute_ref_log_probs needs a data set in files that all ranks see, beside which the first rank writes "
         "results; got one in memory or on a disk that is not shared, use save_to_disk and load_from_disk"
@@ -237,7 +235,7 @@ def _datasets(trainer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def settings(trainer: Any) -> dict[str, object]:
-    """Return the settings that must be equal on all ranks, since each rank updates only its part of the optimizer."""
+    """Return the settings that must be equal on all ranks, since each rank updates only a part of the optimizer."""
     configs = [vars(base) for base in type(trainer.args).__mro__ if base.__module__.startswith("trl.")]
     of_trl = {name for config in configs for name in config.get("__annotations__", ())} - {"dataset_num_proc"}
     names = [*EQUAL_ARGUMENTS, *sorted(of_trl)]
@@ -247,7 +245,7 @@ def settings(trainer: Any) -> dict[str, object]:
 
 
 def lengths(trainer: Any) -> dict[str, int | None]:
-    """Return the number of examples of each data set by name, or None for a data set without a length.
+    """Return each data set's number of examples by name, or None for a data set without a length.
 
     With unequal numbers, ranks would take different numbers of steps.
     """
@@ -255,16 +253,16 @@ def lengths(trainer: Any) -> dict[str, int | None]:
 
 
 def columns_error(trainer: Any) -> ConfigError | None:
-    """Return the error for a `datasets` data set without token columns, since the Trainer would remove all columns."""
+    """Return the error for a `datasets` data set without token columns, since the Trainer would remove every column."""
     if base_of_trl(type(trainer), *SUPPORTED) or not trainer.args.remove_unused_columns:
-        return None  # trl's Trainers or image collators tokenize
+        return None  # trl's trainers and image collators tokenize
     columns = (getattr(dataset, "column_names", None) for _, dataset in _datasets(trainer))
     return next(filter(None, (text_error(dict.fromkeys(x)) for x in columns if isinstance(x, list))), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedCollator:
-    """A loader's collate_fn that reports errors in examples when their batch is made.
+    """A collate_fn for a loader that reports errors in examples when their batch is made.
 
     Examples are not tested earlier, since data sets and collators may have state, and testing would change losses.
     """
@@ -278,7 +276,8 @@ class CheckedCollator:
         except SeqParError:
             raise
         except Exception as reason:
-            collate = getattr(self.collate, "data_collator", self.collate)  # the Trainer's collator wraps the user's
+            # the Trainer's collator wraps the user's collator
+            collate = getattr(self.collate, "data_collator", self.collate)
             name = getattr(collate, "__name__", type(collate).__name__)
             unequal = len({sum(len(x) for x in _ids(row) if hasattr(x, "__len__")) for row in rows}) > 1
             hint = " (examples of different lengths need one that pads, and a tokenizer.pad_token)" * unequal
@@ -305,5 +304,5 @@ def text_error(example: object) -> ConfigError | None:
 
 
 def _ids(example: object) -> list[Any]:
-    """Return the id columns of an example. trl's preference data has "prompt_ids", "chosen_ids" and others."""
+    """Return the id columns of an example. trl's preference data has columns such as "prompt_ids" and "chosen_ids"."""
     return [x for name, x in example.items() if name.endswith("_ids")] if isinstance(example, Mapping) else []

@@ -1,4 +1,7 @@
-"""Evaluation of a sequence parallel Trainer: every sequence counts once, regardless of how many ranks share it."""
+"""Evaluation in a sequence parallel Trainer.
+
+Every sequence counts once, regardless of the number of ranks that share it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from .rollouts import Behind
 
 
 class Evaluation(Behind):
-    """The part of `SequenceParallelMixin` for evaluation."""
+    """The part of `SequenceParallelMixin` that implements evaluation."""
 
     _agree_on_batches: Any
     _class_compute_loss: Any
@@ -58,7 +61,7 @@ class Evaluation(Behind):
 
         The model's own loss becomes the mean token loss over all groups, without repeated sequences. A custom loss has
         the same value as in the plain Trainer on this group's sequences. The Trainer then weights the loss by the
-        number of sequences that are not repetitions.
+        number of unrepeated sequences.
         """
         loss_only, custom_loss = prediction_loss_only or not self.gather_logits, checks.has_custom_loss(self)
         (batch,) = self._agree_on_batches("evaluation batch", lambda: iter([copy.copy(inputs)]))
@@ -71,7 +74,7 @@ class Evaluation(Behind):
         loss, logits, labels = self._checked_step(model, batch, loss_only, custom_loss, ignore_keys)
         if loss is not None and not custom_loss:
             loss = self.accelerator.gather(loss).mean()
-        if isinstance(labels, Tensor) and not custom_loss:  # return the labels without the added -100s
+        if isinstance(labels, Tensor) and not custom_loss:  # return the labels without the -100s added for padding
             labels = inputs.get("labels", labels).to(labels.device)
         if logits is not None and self._preprocess is not None:
             logits = self._preprocess(logits, labels)
@@ -80,7 +83,7 @@ class Evaluation(Behind):
     def _checked_step(self, model: nn.Module, batch: Any, loss_only: bool, custom_loss: bool, *args: Any) -> tuple:
         """Return the result of the class's `prediction_step`.
 
-        Raises on every rank if the step fails on any rank, or if only some ranks have a loss to gather.
+        Raises an error on every rank if the step fails on any rank, or if only some ranks have a loss to gather.
         """
         # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
         known, in_tiles = (SeqParError, RuntimeError), loss_only and not custom_loss
@@ -97,8 +100,8 @@ class Evaluation(Behind):
     ) -> Any:
         """Call the class's `compute_loss`.
 
-        In evaluation, pass the step's token count, which the Trainer omits. The loss of a pack of pairs is multiplied
-        by the pack's weight.
+        In evaluation, pass the step's token count, which the Trainer does not pass. The loss of a pack of pairs is
+        multiplied by the pack's weight.
         """
         items = None if checks.has_custom_loss(self) else inputs.pop("num_items_in_batch", None)
         if num_items_in_batch is None and items is not None:
@@ -107,9 +110,9 @@ class Evaluation(Behind):
         return loss if self._weight == 1 else loss * self._weight
 
     def _unrepeated_labels(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the labels, with -100 for examples that fill up the last batch."""
+        """Return the labels, with -100 for repeated examples that fill up the last batch."""
         labels, real = batch["labels"], self.accelerator.real_examples()
-        if real is None or self.sp.data_size == 1:  # a single group gets a shorter last batch instead
+        if real is None or self.sp.data_size == 1:  # a single group gets a shorter last batch
             return labels
         first = self.sp.data_rank * self.args.eval_batch_size
         with together(self.sp.control_world, "telling the last examples apart", "evaluation step"):
@@ -125,7 +128,7 @@ class Evaluation(Behind):
         super().log(logs, *args, **kwargs)
 
     def _count_steps(self, metrics: dict[str, Any]) -> None:
-        """Correct the steps per second, since the Trainer counts steps as if each rank had separate sequences."""
+        """Correct the steps per second, since the Trainer assumes that each rank has separate sequences."""
         for prefix, steps in self._eval_steps.items():
             if f"{prefix}_steps_per_second" in metrics and metrics[f"{prefix}_runtime"]:
                 metrics[f"{prefix}_steps_per_second"] = round(steps / metrics[f"{prefix}_runtime"], 3)

@@ -1,4 +1,4 @@
-"""Planner jobs for a transformers model and for a Trainer."""
+"""Create planner jobs for transformers models and for Trainers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 IDS = "input_ids"
-ROWS = 1000  # the number of rows of a column to read at once
+ROWS = 1000  # number of rows of a column to read at once
 
 
 def job_of(model: PreTrainedModel, job: Job) -> Job:
@@ -38,8 +38,8 @@ def job_of(model: PreTrainedModel, job: Job) -> Job:
         job: The job without a model.
 
     Returns:
-        The job with the model's sizes, window and checkpointing. If the sizes cannot be counted, the job has neither
-        model nor length, so nothing is planned.
+        The job with the model's sizes, window and checkpointing. If the sizes cannot be determined, the job has neither
+        a model nor a length, so nothing is planned.
     """
     try:
         sizes, window_sizes = model_sizes(model), set(windows(model))
@@ -73,7 +73,7 @@ def job_of_trainer(trainer: Trainer, content: Mapping[str, Any]) -> Job:
         documents=documents * batch_size,
         batch=1 if documents else batch_size,
         steps=args.gradient_accumulation_steps,
-        sequences=None,  # the Trainer's batch depends on the number of groups, which a prediction must not change
+        sequences=None,  # the Trainer's batch depends on the number of groups, which the planner must not change
         dtype="bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
         checkpointing=bool(args.gradient_checkpointing),
         objective=objective_of(trainer),
@@ -81,7 +81,7 @@ def job_of_trainer(trainer: Trainer, content: Mapping[str, Any]) -> Job:
 
 
 def objective_of(trainer: Trainer) -> Objective:
-    """Return the computations of a trl trainer, derived from its class and arguments.
+    """Return the computations in a trl trainer, based on the trainer's class and arguments.
 
     A prompt counts once for each row that contains it.
     """
@@ -113,14 +113,14 @@ def _longest_pack(dataset: Any) -> tuple[int, ...]:
 def longest_example(dataset: Any, column: str) -> int | None:
     """Return the number of tokens of the longest example of a `datasets.Dataset`, or None for any other data set.
 
-    The number comes from the length column or from input_ids. For other data sets, every example would have to be
-    created.
+    The number comes from the length column or from input_ids. For all other data sets, every example would have to be
+    created to count its tokens.
     """
-    library = sys.modules.get("datasets")  # without the import, the data set cannot be from this library
+    library = sys.modules.get("datasets")  # if `datasets` is not imported, the data set does not come from it
     if library is None or not isinstance(dataset, library.Dataset) or not len(dataset):
         return None
     if column in dataset.column_names:
-        return max(dataset.with_format(None)[column])  # without calling a user's transform
+        return max(dataset.with_format(None)[column])  # without running the user's transform
     import pyarrow.compute as arrow
     from pyarrow import types
 

@@ -1,7 +1,7 @@
 """Train on packs in each optimizer step, if the JSON sets `tokens_per_rank` (docs/lengths.md).
 
-The Trainer's loop still iterates over, and counts, the batches of the plain run. All samples of a step's batches are
-packed together. The last batch of a step represents all packs of the step, and the earlier batches are empty.
+The Trainer's loop still iterates over the batches of the plain run and counts them. All samples in a step's batches are
+packed together. A step's last batch represents all of the step's packs, and the earlier batches are empty.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ OF_PAIRS = ("DPOTrainer", "RewardTrainer")  # trl's Trainers whose loss is a mea
 
 
 class PacksOfStep(list):
-    """The packs that one batch of the Trainer's loop represents."""
+    """The packs represented by one batch of the Trainer's loop."""
 
 
 class WholeSteps(BatchSamplerShard):
-    """accelerate's sampler of a group's batches, changed to give each group the batches of all groups."""
+    """accelerate's batch sampler for one group, changed to give each group the batches of all groups."""
 
     def __iter__(self) -> Iterator[list[int]]:
         drawn = itertools.tee(self.batch_sampler, self.num_processes)
@@ -44,13 +44,13 @@ class WholeSteps(BatchSamplerShard):
 
     def _of_group(self, group: int, drawn: Iterator[Any]) -> Iterator[Any]:
         shard: Any = BatchSamplerShard(self.batch_sampler, self.num_processes, group, even_batches=self.even_batches)
-        # drawn once for all groups; copied, since the shard extends the last batch in place
+        # drawn once for all groups, and copied because the shard extends the last batch in place
         shard.batch_sampler = map(list, drawn)
         return iter(shard)
 
 
 def whole_steps(loader: DataLoader) -> DataLoader:
-    """Make a prepared loader give each rank the samples of all groups, each as a separate row."""
+    """Make a prepared loader yield the samples of all groups on each rank, with each sample as a separate row."""
     base: Any = getattr(loader, "base_dataloader", loader)
     base.collate_fn, dataset = Rows(checks.CheckedCollator(base.collate_fn)), base.dataset
     if isinstance(dataset, IterableDatasetShard):
@@ -63,17 +63,18 @@ def whole_steps(loader: DataLoader) -> DataLoader:
 
 
 class Pairs(Rows):
-    """A collate_fn that returns pairs unchanged. Pairs are collated after distribution to groups."""
+    """A collate_fn that returns pairs unchanged. Pairs are collated after they have been distributed to groups."""
 
     def __call__(self, samples: Sequence[Any]) -> list[Any]:
         return [*samples]
 
 
 class Packed(Behind):
-    """The part of `SequenceParallelMixin` for training on packs."""
+    """The part of `SequenceParallelMixin` that implements training on packs."""
 
-    _counts: Sequence[float] = ()  # for each pack of the step, its number of pairs over that of a plain batch
-    _weight = 1.0  # the weight of the loss of the current pack
+    # the number of pairs in each pack of the step, divided by the number in a plain batch
+    _counts: Sequence[float] = ()
+    _weight = 1.0  # the loss weight of the current pack
 
     @property
     def _is_packed(self) -> bool:
@@ -91,7 +92,7 @@ class Packed(Behind):
         return loader
 
     def _packs_of(self, batches: Iterator[Any]) -> tuple[list[Any], int]:
-        """Return this group's packs from the samples of all groups' batches, and the number of batches per group."""
+        """Return this group's packs of the samples in all groups' batches, and the number of batches per group."""
         read, error = list[Any](), None
         try:
             for batch in batches:
@@ -109,11 +110,11 @@ class Packed(Behind):
         return packs if read else [], len(read)
 
     def _packs_of_pairs(self, read: Sequence[Any], error: SeqParError | None) -> list[Any]:
-        """Return this group's packs of pairs of similar lengths. Each pack has as many pairs as the other groups'
-        packs.
+        """Return this group's packs, each with pairs of similar lengths.
 
-        A loss is the mean over a batch's pairs, and the last batch of an epoch may be smaller. Only pairs from batches
-        of equal size, which have equal weight, are therefore packed together.
+        The corresponding packs of all groups have the same number of pairs. A loss is the mean over a batch's pairs,
+        and the last batch of an epoch may be smaller. Only pairs from batches of the same size, which have the same
+        weight, are therefore packed together.
         """
         sp, packs, counts, contents = self.sp, list[Any](), list[float](), list[Fingerprint]()
         most = sp.config.tokens_per_rank * sp.size
@@ -159,7 +160,7 @@ class Packed(Behind):
 
 
 def in_last(packs: list[Any], batches: int) -> list[PacksOfStep]:
-    """Return one PacksOfStep per batch of a step, with all packs in the last one."""
+    """Return one PacksOfStep for each batch of a step, with all packs in the last PacksOfStep."""
     return [PacksOfStep() for _ in range(batches - 1)] + [PacksOfStep(packs)] if batches else []
 
 

@@ -1,8 +1,8 @@
-"""Save a checkpoint and end training at SIGTERM, with `TrainingArguments(enable_jit_checkpoint=True)`.
+"""Save a checkpoint and end training on SIGTERM, with `TrainingArguments(enable_jit_checkpoint=True)`.
 
 Clusters send SIGTERM before they stop a job. transformers' callback waits three seconds on each rank and then saves.
-Ranks would thus save different steps, and a launcher may at first signal only one rank. With this module, all ranks
-check after every step whether any rank was signaled, and if so save the same step.
+Ranks would thus save different steps, and a launcher may initially signal only one rank. With this module, all ranks
+check after every step whether any rank was signaled, and then save the same step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..compat import sigterm_handler_before
 
 @dataclasses.dataclass
 class _GuardedStart:
-    """A loader's worker_init_fn that makes workers ignore SIGTERM while their rank handles it."""
+    """A worker_init_fn that makes a loader's workers ignore SIGTERM while their rank handles it."""
 
     start: Any  # the user's worker_init_fn
     listens: Any
@@ -46,7 +46,7 @@ class PreemptionCallback(TrainerCallback):
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp, self.signalled = sp, False
-        self._listens = RawValue("b", False)  # shared with workers
+        self._listens = RawValue("b", False)  # shared with worker processes
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -62,7 +62,7 @@ class PreemptionCallback(TrainerCallback):
     def guard(self, loader: DataLoader) -> None:
         """Make the workers of a loader ignore SIGTERM while the callback handles the signal.
 
-        A launcher signals all processes of a rank. If a worker ended, training would end without a checkpoint.
+        A launcher signals all of a rank's processes. If a worker exited, training would end without a checkpoint.
         """
         if not isinstance(loader.worker_init_fn, _GuardedStart):
             loader.worker_init_fn = _GuardedStart(loader.worker_init_fn, self._listens)
@@ -77,8 +77,9 @@ class PreemptionCallback(TrainerCallback):
 
 
 def take_over(trainer: Any) -> PreemptionCallback | None:
-    """Replace a Trainer's JIT checkpoint callback by a PreemptionCallback. Return the new callback, or None if there is
-    no JIT callback.
+    """Replace a Trainer's JIT checkpoint callback with a PreemptionCallback.
+
+    Return the new callback, or None if the Trainer has no JIT checkpoint callback.
     """
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return None

@@ -1,4 +1,4 @@
-"""Select the checkpoint from which a Trainer resumes, which must be complete and the same on every rank."""
+"""Select the checkpoint from which a Trainer resumes. The checkpoint must be complete and the same on every rank."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ds_seqpar.deepspeed.saving.atomic import is_whole, recover
 from ds_seqpar.deepspeed.saving.resuming import EngineReport, LoadingRun, inspect_engine, report_of_all
 from ds_seqpar.guards.agreement import all_gather_objects, together
 
-LAST = True  # not a string, since a folder may have any name
+LAST = True  # not a string, since every string could be a folder name
 WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
 
 
 def checkpoint_of(
     group: dist.ProcessGroup, resume_from_checkpoint: object, args: TrainingArguments, content: Mapping[str, Any]
 ) -> tuple[str | None, int]:
-    """Return (the folder to resume from, or None to start anew; the number of ranks that wrote the checkpoint).
+    """Return (the folder to resume from, or None to start from scratch; the number of ranks that wrote the checkpoint).
 
-    The call is collective over all ranks. Rank 0 warns of newer checkpoints that are incomplete.
+    The call is collective across all ranks. Rank 0 warns about newer checkpoints that are incomplete.
 
     Args:
         group: The group of all ranks.
         resume_from_checkpoint: The argument of `Trainer.train`, which may be a string from the command line. True and
-            "last" mean the last complete checkpoint in the output folder.
+            "last" select the last complete checkpoint in the output folder.
         args: The Trainer's arguments.
         content: The Trainer's DeepSpeed configuration, with every "auto" filled in.
 
@@ -74,10 +74,10 @@ def checkpoint_of(
 
 
 def parse_resume_argument(value: object) -> str | bool | None:
-    """Parse `resume_from_checkpoint`: return a folder, LAST, or None to start anew.
+    """Parse `resume_from_checkpoint` and return a folder, LAST, or None to start from scratch.
 
-    If a folder is named like one of the special words, such as "last", the folder takes precedence. Raises ConfigError
-    for values of any other type.
+    If a folder has the name of a special value, such as "last", the folder takes precedence. Raises ConfigError for
+    values of any other type.
     """
     if isinstance(value, bool) or value is None:
         return LAST if value else None
@@ -88,8 +88,7 @@ def parse_resume_argument(value: object) -> str | bool | None:
 
 
 def _inspected(group: dist.ProcessGroup, folder: str, content: Mapping[str, Any]) -> tuple[str, int]:
-    """Return (the fault of a checkpoint and the affected ranks, or "" if complete; the number of ranks that wrote the
-    checkpoint).
+    """Return (a checkpoint's fault and the affected ranks, or "" if complete; the number of ranks that wrote it).
 
     Raises ConfigError if another kind of run wrote the checkpoint.
     """
@@ -101,7 +100,7 @@ def _inspected(group: dist.ProcessGroup, folder: str, content: Mapping[str, Any]
         dtype=settings.dtype,
         universal=bool(content.get("checkpoint", {}).get("load_universal")),
     )
-    # with an optimizer or a scheduler in the JSON, accelerate passes the scheduler to DeepSpeed
+    # if the JSON contains an optimizer or a scheduler, accelerate passes the scheduler to DeepSpeed
     scheduler = not content.keys() & {"optimizer", "scheduler"}
     report = report_of_all(group, lambda: inspect_checkpoint(Path(folder), run, scheduler))
     if report.mismatch:

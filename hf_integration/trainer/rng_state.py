@@ -16,11 +16,12 @@ from ds_seqpar.guards.waits import explaining_failure
 
 
 def share(group: dist.ProcessGroup | None) -> None:
-    """Set the random state of all ranks of a group to the state of its first rank.
+    """Set the random state of all ranks in a group to the first rank's state.
 
-    The call is collective over the group. None means a group of one rank. Samplers need an equal state on all ranks
-    when training starts, and data sets and collators need an equal state on the ranks of a sequence. States may differ
-    because ZeRO-3 initializes models on one rank only, or because a checkpoint was written with other groups.
+    The call is collective across the group. None means a group of one rank. Samplers need the same state on all ranks
+    when training starts. Data sets and collators need the same state on all ranks that share a sequence. States may
+    differ because ZeRO-3 initializes models on one rank only, or because a checkpoint was written with different
+    groups.
     """
     if group is None:
         return
@@ -31,7 +32,7 @@ def share(group: dist.ProcessGroup | None) -> None:
 
 
 def load(path: Path) -> None:
-    """Restore the random state, except for devices, from a checkpoint that another number of ranks wrote."""
+    """Restore the random state, except for devices, from a checkpoint written by a different number of ranks."""
     with safe_globals():
         state = torch.load(path, weights_only=True)
     set_random_state((state["python"], state["numpy"], state["cpu"], None))
@@ -40,12 +41,12 @@ def load(path: Path) -> None:
 class SharedDraws(TrainerCallback):
     """A callback that makes the random state equal on all ranks when training begins.
 
-    The state is made equal again at each epoch if a sampler then draws random numbers, since data sets may have
-    advanced the states by different amounts.
+    If a sampler draws random numbers at each epoch, the state is made equal again before each epoch, since data sets
+    may have advanced the states by different amounts.
 
     Args:
         sp: The `SequenceParallel` of the model.
-        by_group: Whether the state is equal only within each group of ranks.
+        by_group: Whether to make the state equal only within each group of ranks.
     """
 
     def __init__(self, sp: SequenceParallel, by_group: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""trl's GRPO and RLOO: a group of ranks generates and scores each completion once, and all its ranks train on it.
+"""Support for trl's GRPO and RLOO. A group of ranks generates and scores each completion once, then trains on it.
 
 trl's methods run unchanged, except for the accelerate functions that they call directly. The accelerate functions would
-count ranks and are replaced by versions that count groups, since a group of ranks replaces one process.
+count ranks. They are replaced with versions that count groups, since a group of ranks takes the place of one process.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ..model.patch import whole_sequences
 from ..rebinding import globals_read, rebound
 from . import rng_state
 
-ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl's Trainers that train on their own generations
-# for each attribute of these Trainers, the argument that would make ranks generate separate completions
+ROLLOUTS = ("GRPOTrainer", "RLOOTrainer")  # trl trainers that train on their own generations
+# by attribute of these trainers, the argument that would make ranks generate separate completions
 GENERATED_ELSEWHERE = {
     **{name: name for name in ("rollout_func", "tools", "use_transformers_continuous_batching")},
     "environment_factories": "environment_factory",
 }
-# for each field of a GenerationConfig, the values that make generation ignore padding before a prompt
+# by field of GenerationConfig, the values with which generation ignores padding before a prompt
 PADDING_UNREAD = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (None, 1.0)),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (None, 0)),
 }
-Behind: Any = object  # a stand-in for the next class, for which type checkers allow any attribute
+Behind: Any = object  # a stand-in for the next class, on which type checkers allow any attribute
 
 
 def rolls_out(trainer: Any) -> bool:
@@ -50,7 +50,7 @@ def rolls_out(trainer: Any) -> bool:
 
 
 def base_of_trl(trainer_class: type, *names: str) -> type | None:
-    """Return the trl class with one of the given names among a class and its bases, or None if there is none."""
+    """Return the trl class that has one of the given names among a class and its bases, or None if there is none."""
     bases = (x for x in trainer_class.__mro__ if x.__name__ in names and x.__module__.startswith("trl."))
     return next(bases, None)
 
@@ -68,7 +68,7 @@ def check_length(trainer: Any, group_generation_over: object) -> None:
 
 
 def check(trainer: Any) -> None:
-    """Check the arguments of GRPO and RLOO before use.
+    """Check the arguments of GRPO and RLOO trainers before use.
 
     Raises:
         ConfigError: Completions would not be divided among the ranks of a group.
@@ -100,7 +100,8 @@ def check(trainer: Any) -> None:
 def check_together(trainer: Any) -> None:
     """Raise ConfigError if the ranks of a group would share a cache but the policy has layers with a state.
 
-    Layers with a state do not support a shared cache. `generate` would also raise an error, but only in the first step.
+    Layers with a state do not support a shared cache. `generate` would also raise an error, but not before the first
+    step.
     """
     inner, parts = unwrapped(trainer.model), trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
     given = [f"group_generation_over={over}"] if (over := trainer.group_generation_over) is not None else []
@@ -117,12 +118,12 @@ def check_together(trainer: Any) -> None:
 
 
 def count_groups(args: Any, groups: int) -> None:
-    """Change the arguments of GRPO and RLOO, in which trl has counted ranks, to count groups of ranks.
+    """Change the arguments of GRPO and RLOO trainers, in which trl has counted ranks, to count groups of ranks.
 
     `generation_batch_size` is recomputed from `steps_per_generation` and the number of groups.
 
     Raises:
-        ConfigError: A generation would not contain all completions of its prompts.
+        ConfigError: A generation would not contain all completions for its prompts.
     """
     rows, of_prompt = args.per_device_train_batch_size, args.num_generations
     counted, args.generation_batch_size = args.generation_batch_size, rows * groups * args.steps_per_generation
@@ -146,13 +147,13 @@ def count_groups(args: Any, groups: int) -> None:
 
 
 def check_row(row: Any) -> None:
-    """Raise ConfigError for a row of a data set without a prompt."""
+    """Raise ConfigError for a data set row without a prompt."""
     if "prompt" not in row:
         raise ConfigError(f"GRPO and RLOO need a column prompt; got {', '.join(sorted(row))} alone, rename one")
 
 
 class Rollouts(Behind):
-    """The part of `SequenceParallelMixin` that extends the completion methods of trl's GRPO and RLOO."""
+    """The part of `SequenceParallelMixin` that extends the completion methods of trl's GRPO and RLOO trainers."""
 
     group_generation_over: int | None
     reward_funcs: list[Any]
@@ -167,7 +168,7 @@ class Rollouts(Behind):
 
     @contextlib.contextmanager
     def _divided_generation(self, images: list[list | None] | None) -> Iterator[None]:
-        """Context manager in which the model's `generate` divides its rows among the ranks of this group.
+        """Context manager in which the model's `generate` divides rows among the ranks of this group.
 
         Args:
             images: The images of each row, or None if there are none.
@@ -187,11 +188,11 @@ class Rollouts(Behind):
         self, shared: Callable[..., Tensor], seed: Callable[..., int], images: list[list | None] | None, *,
         input_ids: Tensor, attention_mask: Tensor, generation_config: Any, **fields: Any,
     ) -> Tensor:  # fmt: skip
-        """Generate each row on one rank of the group, or on all ranks if the row is too long.
+        """Generate each row on one rank of the group, or on all ranks together if the row is too long.
 
         Args:
             shared: The patched model's `generate`.
-            seed: Returns a random seed derived from its arguments.
+            seed: A function that returns a random seed derived from its arguments.
             images: The images of each row, or None if there are none.
             input_ids: Prompts (rows, tokens) that are padded on the left, the same on all ranks of the group.
             attention_mask: A mask of the same shape.
@@ -202,12 +203,12 @@ class Rollouts(Behind):
             Prompts and completions (rows, tokens), on all ranks of the group.
 
         Raises:
-            SeqParError: On all ranks of the world, if any rank fails.
+            SeqParError: On all ranks of all groups, if any rank fails.
         """
         config, inner, group = generation_config, unwrapped(self.model), self.sp.groups.control
         most = self.group_generation_over
         lengths = (attention_mask.sum(1) + self.max_completion_length).tolist()
-        # a single rank would wait for the others in each forward
+        # one rank alone would wait for the other ranks in each forward
         split = not self.args.ds3_gather_for_generation and bool(zero.split_parameters(inner))
         long = [row for row, length in enumerate(lengths) if split or (most is not None and length > most)]
         mine = sorted({*range(len(lengths))} - {*long})[dist.get_rank(group) :: dist.get_world_size(group)]
@@ -217,13 +218,13 @@ class Rollouts(Behind):
                 return {}
             width = input_ids.shape[1]
             if all(getattr(config, name) in values for name, values in PADDING_UNREAD.items()):
-                width = int(attention_mask[rows].sum(1).max())  # long prompts do not pad other ranks' prompts
+                width = int(attention_mask[rows].sum(1).max())  # long prompts do not cause padding on other ranks
             ids, mask = (x[rows, -width:] for x in (input_ids, attention_mask))
             given = self._fields_of(rows, fields, images)
             given |= {name: given[name][:, -width:] for name in {*TYPES} & {*given}}
             with unchanged(), contextlib.nullcontext() if split else compat.without_zero_hooks(inner):
                 torch.manual_seed(seed)
-                # no step must wait for ranks that generate other rows or none
+                # no step may wait for ranks that generate other rows or no rows
                 given |= {"synced_gpus": False, "generation_config": config}
                 ids = generate(input_ids=ids, attention_mask=mask, **given)
             return dict(zip(rows, ids[:, width:].tolist(), strict=True))
@@ -245,13 +246,13 @@ class Rollouts(Behind):
     def _fields_of(
         self, rows: list[int], fields: Mapping[str, Any], images: list[list | None] | None
     ) -> dict[str, Any]:
-        """Return a processor's outputs for some rows, divided like trl's micro-batches."""
+        """Return a processor's outputs for some rows, split like trl's micro-batches."""
         if images is None or not any(images[row] for row in rows):
             return {name: x[rows] for name, x in fields.items() if name not in MEDIA}
         counts: dict[str, Any] = {"num_images": [len(of_row or ()) for of_row in images]}
-        tiles, pictures = sum(counts["num_images"]), fields["pixel_values"]
+        tiles, pixels = sum(counts["num_images"]), fields["pixel_values"]
         # for InternVL, only the image processor returns the tile counts
-        if pictures.dim() == 4 and len(pictures) != tiles:
+        if pixels.dim() == 4 and len(pixels) != tiles:
             found = self.processing_class.image_processor(images=images, crop_to_patches=True, return_tensors="pt")
             counts["num_tiles"] = [int(x.sum()) for x in found["num_patches"].split(counts["num_images"])]
         split, join = compat.cuts_of_rows()
@@ -259,8 +260,8 @@ class Rollouts(Behind):
         cut = {name: x for name, x in cut.items() if name not in counts}
         if wrong := sorted(name for name, x in cut.items() if len(x) != len(images)):
             raise InputError(
-                f"trl's GRPO and RLOO need pictures that are cut by rows; got {len(cut[wrong[0]])} of {wrong[0]} for "
-                f"{len(images)} rows, leave pictures out, or train by DPO"
+                f"trl's GRPO and RLOO need images that are cut by rows; got {len(cut[wrong[0]])} of {wrong[0]} for "
+                f"{len(images)} rows, leave images out, or train by DPO"
             )
         parts = {name: [x[row] for row in rows] if isinstance(x, list) else x[rows] for name, x in cut.items()}
         return join(parts)
@@ -268,7 +269,7 @@ class Rollouts(Behind):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Score this group's completions.
 
-        Reward functions run only on the group's first rank, and reward models on all its ranks.
+        Reward functions run only on the group's first rank, and reward models run on all ranks of the group.
         """
         group, told = self.sp.groups.control, b""
         args = inputs, prompts, completions, completion_ids_list
@@ -291,7 +292,7 @@ class Rollouts(Behind):
         return self.accelerator.gather(known.to(self.accelerator.device))
 
     def _scored_by(self, functions: list[Any], *args: Any) -> Tensor:
-        """Return the rewards (rows, functions) of this group's completions under the given functions."""
+        """Return the rewards (rows, functions) that the given functions assign to this group's completions."""
         before, self.reward_funcs = self.reward_funcs, functions
         try:
             names = {"gather": lambda rewards: rewards}

@@ -1,4 +1,4 @@
-"""Model properties needed for packs of samples: the loss, and inputs besides tokens."""
+"""Model properties needed for packs of samples, which are the loss and inputs other than tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .job import job_of
 if TYPE_CHECKING:
     from ds_seqpar.planner.request import Job
 
-AXES_OF = "get_rope_index"  # the name of transformers' methods that assign positions on several axes
+AXES_OF = "get_rope_index"  # the name of the transformers method that assigns positions on several axes
 
 
 class Packing:
@@ -59,12 +59,12 @@ def packing(model: nn.Module) -> Packing:
 def positions_of(model: PreTrainedModel, document: Mapping[str, Any]) -> Tensor:
     """Return the positions of a document's tokens within a pack, int64 (axes, 1, tokens).
 
-    The first axis counts the tokens, and so marks the start of each document. The result has further axes if the model
-    assigns positions on several axes.
+    The first axis counts the document's tokens, so that each document starts at 0. The result has further axes if
+    the model assigns positions on several axes.
 
     Args:
         model: The unwrapped model.
-        document: The forward's inputs for this document alone: one row without padding.
+        document: The forward's inputs for this document alone, as one row without padding.
     """
     ids = document["input_ids"]
     counted = torch.arange(ids.shape[1], device=ids.device).expand(1, 1, -1)

@@ -1,9 +1,9 @@
 """Fine-tuning with the Trainer, with results that do not depend on the number of ranks that share a sequence.
 
-A group of ranks that share sequences replaces one rank of the plain Trainer. All ranks of a group get the same whole
-batches, and the model returns whole outputs on each of them, as in the plain run. When the Trainer gathers over ranks,
-it gets one value for each group (`GroupAccelerator`). The Trainer's counting, losses and evaluation therefore stay
-unchanged.
+A group of ranks that share sequences takes the place of one rank of the plain Trainer. All ranks of a group get the
+same whole batches, and the model returns whole outputs on every rank, as in the plain run. When the Trainer gathers
+from ranks, it gets one value per group (see `GroupAccelerator`). The Trainer's counts, losses and evaluation therefore
+stay unchanged.
 """
 
 from __future__ import annotations
@@ -56,26 +56,26 @@ from .vllm import ServerOfGroups
 
 
 class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
-    """Mixin that makes a `Trainer` or a subclass share every sequence among a group of ranks.
+    """Mixin with which a `Trainer` or a subclass shares every sequence among a group of ranks.
 
     List the mixin before `Trainer` in the bases of a class. The shape comes from the `"sequence_parallel"` section of
-    the DeepSpeed JSON. `per_device_train_batch_size` and `per_device_eval_batch_size` are sequences per group of ranks,
-    and all metrics count sequences. `trainer.sp` is the `SequenceParallel` in use, and `sp.data_rank` the index of this
-    rank's group.
+    the DeepSpeed JSON. `per_device_train_batch_size` and `per_device_eval_batch_size` are the numbers of sequences per
+    group of ranks, and all metrics count sequences. `trainer.sp` is the `SequenceParallel` in use, and `sp.data_rank`
+    the index of this rank's group.
 
     A custom loss (`label_smoothing_factor`, `compute_loss_func`, or a class's `compute_loss` or `prediction_step`)
     receives whole batches and whole outputs, as in the plain Trainer.
 
     Args:
         *args: Passed to the Trainer.
-        gather_logits: Whether `compute_metrics` and `predict` get the logits of whole sequences, on every rank. `False`
-            passes no logits to either, which saves memory. A `preprocess_logits_for_metrics` such as an argmax, which
-            receives the logits in parts, saves memory too.
-        check_loss: Whether to check, in the first forward, that the model's own loss is the sum of token losses on
-            `shift_labels` over `num_items_in_batch`. Pass `False` for a model that intentionally computes another loss
-            on this rank's shard of a batch.
-        group_generation_over: For GRPO and RLOO, the maximum number of tokens of a row that one rank generates alone. A
-            row's tokens are its prompt plus `max_completion_length`. All ranks of a group generate longer rows
+        gather_logits: Whether `compute_metrics` and `predict` get the logits for whole sequences on every rank. With
+            `False`, neither gets logits, which saves memory. A `preprocess_logits_for_metrics` function such as an
+            argmax, which receives the logits in parts, also saves memory.
+        check_loss: Whether to check in the first forward that the model's own loss is the sum of token losses on
+            `shift_labels` divided by `num_items_in_batch`. Pass `False` for a model that intentionally computes another
+            loss on this rank's shard of a batch.
+        group_generation_over: For GRPO and RLOO, the maximum length of a row that one rank generates alone. A row's
+            length is the prompt length plus `max_completion_length`. All ranks of a group generate longer rows
             together, with a sharded cache.
         inputs: See `patch_attention`.
         **kwargs: Passed to the Trainer.
@@ -116,18 +116,18 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         self._unfinished: AtomicCheckpoint | None = None  # the checkpoint being written
         with compat.generation_with(ServerOfGroups, type(self)):
             super().__init__(*args, **kwargs)
-        # wrap a subclass's methods, whether it comes before or after this class among the bases
+        # wrap a subclass's methods, whether the subclass comes before or after this class in the bases
         self._class_compute_loss, self.compute_loss = self.compute_loss, self._counted_loss
         self._class_prediction_step, self.prediction_step = self.prediction_step, self._whole_prediction_step
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         if self.model_init is None:
             self._patch_models()
         self._throughput = SequenceParallelCallback(self.sp)
-        # our callbacks run after the one that decides on logging and before those that report logs
+        # our callbacks run after the callback that decides on logging and before the callbacks that report logs
         if rolls_out := rollouts.rolls_out(self):
             rollouts.check_together(self)
             rollouts.count_groups(self.args, self.sp.data_size)
-            # trl seeds each process differently, and a group replaces one process
+            # trl seeds each process differently, and a group takes the place of one process
             set_seed(self.args.seed + self.sp.data_rank)
         self.callback_handler.callbacks[1:1] = [rng_state.SharedDraws(self.sp, by_group=rolls_out), self._throughput]
         self._preemption = preemption.take_over(self)
@@ -151,12 +151,13 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
             rollouts.check(self)
             if isinstance(size, int):  # otherwise the number of groups is determined when the model is patched
                 rollouts.count_groups(self.args, max(1, world // size))
-        for key in json.left_out:  # accelerate would replace every "auto" in our section
+        for key in json.left_out:  # accelerate would replace each "auto" in our section
             plugin.deepspeed_config.pop(key, None)
         self.accelerator = GroupAccelerator(self.accelerator, getattr(self, "sp", None), of_trainer=True)
         self.gather_function = self.accelerator.gather_for_metrics
         dynamo, self._compile = self.accelerator.state.dynamo_plugin, {}
-        if dynamo.backend != DynamoBackend.NO:  # whole batches are sharded between graphs, so layers are compiled
+        # whole batches are sharded between graphs, so only the layers are compiled
+        if dynamo.backend != DynamoBackend.NO:
             self._compile, dynamo.backend = dynamo.to_kwargs(), DynamoBackend.NO
             log_once("sequence_parallel: torch_compile compiles each layer by itself, in place of the model")
 
@@ -193,7 +194,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
     def _patch(self, model: nn.Module) -> None:
         base = unwrapped(model)
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        trainer: Any = weakref.proxy(self)  # the job may be requested until the process ends
+        trainer: Any = weakref.proxy(self)  # the job can be requested until the process ends
         job = functools.partial(job_of_trainer, trainer, content)
         self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
         patch_attention(base, self.sp, self._inputs)
@@ -224,7 +225,7 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
             batches = iter(of_step)
         microbatches = self._agree_on_batches("training data", lambda: batches, labeled=True)
         for batch in microbatches:
-            if isinstance(batch, Mapping):  # rows of prompts are counted after generation
+            if isinstance(batch, Mapping):  # prompts are counted after generation
                 self._throughput.count(batch)
         microbatches, items = super().get_batch_samples(iter(microbatches), len(microbatches), device)
         if self._is_packed:
@@ -233,10 +234,10 @@ class SequenceParallelMixin(packs.Packed, Evaluation, rollouts.Rollouts):
         return microbatches, None if items is None else items.clamp(min=1)
 
     def _agree_on_batches(self, name: str, load: Callable[[], Iterator[Any]], labeled: bool = False) -> list[Any]:
-        """Load batches, and check that all ranks have the same number and that the ranks of a sequence have the same
-        batches.
+        """Load batches, and check that all ranks agree on them.
 
-        For the model's own loss, labels that do not count are set to -100. Raises on every rank if any rank fails.
+        All ranks must have the same number of batches, and ranks that share a sequence must have the same batches. For
+        the model's own loss, labels that do not count are set to -100. Raises an error on every rank if any rank fails.
 
         Args:
             labeled: Whether the model's own loss needs labels.
@@ -362,7 +363,7 @@ def _without_margin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
     """transformers' `Trainer`, except that a group of ranks shares every sequence.
 
-    Takes the arguments of `Trainer` and of `SequenceParallelMixin`.
+    Accepts the arguments of `Trainer` and `SequenceParallelMixin`.
 
     Examples:
         ```python

@@ -1,4 +1,4 @@
-"""vLLM in server mode, as used by trl's trainers: the first rank queries the server for all groups of ranks at once.
+"""vLLM in server mode for trl's trainers. The first rank queries the server for all groups of ranks at once.
 
 An error on the first rank is raised on all ranks.
 """
@@ -25,11 +25,11 @@ from .rollouts import Behind
 
 CLIENT = "VLLMClient"  # the name of the client's class in trl's file
 SERVER = "vLLM in server mode"
-SHARE = 0.9  # fraction of the ranks' timeout within which the server must answer
+SHARE = 0.9  # fraction of the ranks' timeout within which the server must respond
 
 
 class ServerOfGroups(Behind):
-    """Mixin of trl's `VLLMGeneration` whose processes are the groups that its accelerator counts."""
+    """Mixin for trl's `VLLMGeneration` that treats groups of ranks as processes."""
 
     accelerator: GroupAccelerator
 
@@ -47,7 +47,7 @@ class ServerOfGroups(Behind):
         self._together("giving weights to", super().sync_weights, lambda: [None for _ in self._weights])
 
     def generate(self, prompts: list, images: list | None, num_generations: int, profiler: Any = None) -> tuple:
-        """Return trl's tuple of the completions of this group's prompts, equal on all ranks of the group."""
+        """Return trl's tuple with the completions for this group's prompts, equal on all ranks of the group."""
         completions = len(prompts) * self.accelerator.num_processes
         names = {
             "gather_object": self.accelerator.gather_objects,
@@ -57,11 +57,14 @@ class ServerOfGroups(Behind):
         return self._together("asking", lambda: generate(self, prompts, images, num_generations, profiler))
 
     def _together(self, action: str, function: Callable[[], Any], join: Callable[[], Any] = lambda: None) -> Any:
-        """Return the result of a function that all ranks call. Raises on every rank if the function fails on any rank.
+        """Return the result of a function that all ranks call.
+
+        Raises an error on every rank if the function fails on any rank.
 
         Args:
-            action: The name of the action, for errors.
-            join: Called if this rank's function has failed, to join the collective in which the other ranks wait.
+            action: The name of the action for error messages.
+            join: A function to call if this rank's function has failed, to join the collective for which the other
+                ranks are waiting.
         """
         # ranks have already agreed on a SeqParError
         with together(self._world, f"{action} vLLM's server", passing=(SeqParError,)):
@@ -74,7 +77,7 @@ class ServerOfGroups(Behind):
                 raise
 
     def _tell(self, completions: int, answer: list, from_process: int) -> None:
-        """Broadcast an answer from the server. Raises on every rank if the answer is incomplete."""
+        """Broadcast a response from the server. Raises an error on every rank if the response is incomplete."""
         error = None
         if answer[0] is not None:
             _, ids, logprobs, _ = answer[0]
@@ -93,12 +96,13 @@ class ServerOfGroups(Behind):
 def _client(make: Callable, **settings: Any) -> Any:
     client = _in_time(make)(**settings)
     client.session.request = _in_time(client.session.request)
-    client.get_server_info = functools.cache(client.get_server_info)  # cached, since trl asks again on one rank alone
+    # cached, since trl queries the server again on one rank alone
+    client.get_server_info = functools.cache(client.get_server_info)
     return client
 
 
 def _in_time(function: Callable) -> Callable:
-    """Wrap a function to raise TimeoutError before the other ranks stop waiting."""
+    """Wrap a function so that it raises TimeoutError before the other ranks stop waiting."""
     seconds = SHARE * groups.timeout().total_seconds()
 
     def call(*args: Any, **kwargs: Any) -> Any:

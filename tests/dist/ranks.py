@@ -48,9 +48,9 @@ def gather_all(sp, *tensors, placement=None):
     return sp.gather(joined, 1, placement).split([x.shape[2] for x in tensors], dim=2)
 
 
-def attention_error(sp):
+def attention_error(sp, heads=(4, 2)):
     """The error of a small attention on this SequenceParallel, gradients too."""
-    whole = oracle.tensors(1, sp.multiple * -(-16 // sp.multiple), (4, 2), seed=sp.data_rank)
+    whole = oracle.tensors(1, sp.multiple * -(-16 // sp.multiple), heads, seed=sp.data_rank)
     return max(oracle.errors(attend(sp, *whole), oracle.dense(*whole)))
 
 

@@ -1,15 +1,16 @@
-"""What calls of attention may look like on real ranks; that they are exact is test_transport.py's and
-tests/unit/test_exact.py's."""
+"""What calls of attention may look like on real ranks, beside what tests/attention_cases.py draws."""
 
 import functools
 import gc
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ds_seqpar import testing as virtual
 from tests import oracle
-from tests.dist.ranks import assert_exact, attend, gather_all, leaves, make, refusal
+from tests.dist.ranks import assert_exact, attend, gather_all, lacking, leaves, make, refusal
 from tests.grids import cover
 from tests.launch import on_each_of
 
@@ -79,31 +80,6 @@ def test_two_layers_share_one_sequence_parallel():
     oracle.assert_exact(found, [expected.detach(), *(x.grad for x in whole)])
 
 
-@on_each_of(2)
-def test_forward_without_grad():
-    sp = make(ulysses=2)
-    whole = oracle.tensors(1, 24, (4, 2))
-    expected = oracle.dense(*whole)[:1]
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            out = sp.attention(*(sp.shard(x, 1) for x in whole[:3]))
-            assert not out.requires_grad
-            oracle.assert_exact([sp.gather(out, 1)], expected)
-
-
-@on_each_of(4)
-def test_only_some_inputs_need_gradients():
-    """Frozen k/v, then frozen q: the ranks' transfers must be the same all the same."""
-    sp = make(ulysses=2)
-    *inputs, do = whole = oracle.tensors(1, 24, (4, 2))
-    expected = oracle.dense(*whole)[1:]
-    for wanted in ((0,), (2,), (1, 2)):
-        local = [sp.shard(x, 1).requires_grad_(at in wanted) for at, x in enumerate(inputs)]
-        sp.attention(*local).backward(sp.shard(do, 1))
-        grads = gather_all(sp, *(local[at].grad for at in wanted))
-        oracle.assert_exact(grads, [expected[at] for at in wanted], wanted)
-
-
 @on_each_of(4)
 def test_values_may_have_another_head_dim():
     """Plain, checkpointed and compiled."""
@@ -154,3 +130,64 @@ def test_gather_refuses_what_autograd_follows():
     assert (kind, "requires_grad" in message) == ("InputError", True)
     with torch.no_grad():
         assert sp.gather(x, 0).tolist() == list(range(8))
+
+
+@on_each_of(4)
+def test_head_chunks_that_hide_exchanges_send_what_one_chunk_sends():
+    """And those that send q, k and v again send them twice."""
+    whole, found = oracle.tensors(1, 64, (16, 16)), []
+    for settings in ({}, {"head_chunks": 4}, {"head_chunks": 4, "save_qkv_after_all_to_all": False}):
+        sp = make(size=4, ulysses=2, overlap=True, **settings)
+        sp.attention(*leaves(sp, *whole[:3])).sum().backward()
+        found.append(dict(sp.comm.received))
+    plain, hidden, again = found
+    assert hidden == plain
+    assert again["qkv"] == 2 * plain["qkv"]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu_flash"])
+@on_each_of(2)
+def test_autocast_chooses_the_dtype_and_nothing_inside(kernel):
+    """Against the kernel alone outside autocast, on the bf16 inputs that autocast makes; in fp64, which it leaves."""
+    for dtype, ulysses_size in itertools.product((torch.float32, torch.float64), (1, 2)):
+        sp = make(ulysses=ulysses_size, kernel=kernel)
+        whole = oracle.tensors(1, 96, (4, 2), dim=16, dtype=dtype)
+        local = leaves(sp, *whole[:3])
+        with torch.autocast("cpu", torch.bfloat16):
+            out = sp.attention(*local)
+            out.backward(sp.shard(whole[3], 1).to(out.dtype))
+        same = torch.bfloat16 if dtype == torch.float32 else dtype
+        assert out.dtype == same
+        alone = virtual.attention(sp.config, *(x.to(same) for x in whole))
+        mine = gather_all(sp, out, *(x.grad for x in local))
+        oracle.assert_exact(mine, (alone.out, alone.dq, alone.dk, alone.dv), (dtype, ulysses_size))
+
+
+@on_each_of(2)
+def test_a_loss_of_the_lse_is_refused():
+    sp = make(ulysses=2)
+    out, lse = sp.attention(*leaves(sp, *oracle.tensors(2, 24, (8, 2))[:3]), return_lse=True)
+    assert lacking(refusal((out.sum() + lse.sum()).backward), "InputError", "lse.detach()") == []
+
+
+@on_each_of(2)
+def test_a_gradient_penalty_is_refused_and_not_silently_zero():
+    """A gradient that could be differentiated is right."""
+    for kernel, ulysses_size in itertools.product(("cpu_flash", "reference"), (1, 2)):
+        sp = make(ulysses=ulysses_size, kernel=kernel)
+        q, k, v, do = whole = oracle.tensors(1, 24, (4, 2))
+        local = leaves(sp, q, k, v)
+        (dq,) = torch.autograd.grad(sp.attention(*local), local[0], sp.shard(do, 1), create_graph=True)
+        oracle.assert_exact([sp.gather(dq.detach(), 1)], oracle.dense(*whole)[1:2])
+        refused = refusal(torch.autograd.grad, dq.square().sum(), local[0])
+        assert lacking(refused, "InputError", "no second derivative") == []
+
+
+@pytest.mark.parametrize("tokens", [14, 24])
+@on_each_of(4)
+def test_gradients_of_a_mean_loss_survive_narrow_travel(tokens):
+    """Gradients of a mean loss over `2 ** tokens` times as many tokens as are here: as small as those of a long one."""
+    q, k, v, do = oracle.tensors(1, 32, (4, 4), dtype=torch.float32)
+    whole = q, k, v, do / 2.0**tokens
+    found = attend(make(comm_dtype="bf16", rotate_backward="q"), *whole)
+    oracle.assert_exact(found[1:], oracle.dense(*whole)[1:], limit=2e-2)

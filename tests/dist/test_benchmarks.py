@@ -102,9 +102,9 @@ SLOW = {
     f"memory.peers longest --by tensors --budget 4MiB --resolution 64 --most 512 {TINY} -- u2":
         (["contender", "longest", "MiB of it", "to the first"], ["u2 | 512 or more"]),
     "kernels.overhead --parts Call --tokens 16 --calls 2": (["", *SPREADS], None),
-    "media.towers --ranks 2 --pictures 2 --side 8 --rounds 2":
+    "media.towers --ranks 2 --images 2 --side 8 --rounds 2":
         (["each rank makes the features", "s", "spread", "of all / these", "spread"],
-         ["of all pictures", "of its own pictures"]),
+         ["of all images", "of its own images"]),
 }  # fmt: skip
 
 

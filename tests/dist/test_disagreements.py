@@ -36,6 +36,7 @@ def uneven(sp):
 
 # name -> (what the wrong rank does in place of a call, words of the sentence)
 INSTEAD = {
+    # EasyContext#47: backward shapes differed where the chunks of ranks were unequal
     "shape": (lambda sp: attend(sp, tokens=16), (COMPARED, "(1, 16, 4, 8)")),
     "dtype": (lambda sp: attend(sp, dtype=torch.float32), (COMPARED, "float32")),
     "mask": (lambda sp: attend(sp, mask=Mask(window=3)), (COMPARED, "mask", "window 3")),

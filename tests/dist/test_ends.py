@@ -18,6 +18,7 @@ from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.guards import process_exit
 from tests import scripts
 from tests.dist.ranks import make
+from tests.grids import each_then_rest
 from tests.launch import free_port, on_each_of, on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -149,17 +150,14 @@ def prints(error, file):
     os.dup2(before, 2)
 
 
-def ours_and_torchs(sp, module):
-    """Rank 2 is in a call of torch's own, as inside DeepSpeed."""
-    sp.gather(torch.ones(2), 0) if dist.get_rank() < 2 else dist.all_reduce(torch.ones(2))
-
-
-def in_a_collective(sp, module):
-    dist.all_reduce(torch.ones(2))
-
-
-def in_ddp(sp, module):
-    module(torch.ones(2)).sum().backward()
+CALLS = {
+    # rank 2 is in a call of torch's own, as inside DeepSpeed
+    "ours and torch's": lambda sp, module: (
+        sp.gather(torch.ones(2), 0) if dist.get_rank() < 2 else dist.all_reduce(torch.ones(2))
+    ),
+    "a collective": lambda sp, module: dist.all_reduce(torch.ones(2)),
+    "DDP": lambda sp, module: module(torch.ones(2)).sum().backward(),
+}
 
 
 def loses_a_rank(folder, call):
@@ -168,23 +166,23 @@ def loses_a_rank(folder, call):
     if dist.get_rank() == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        globals()[call](sp, module)
+        CALLS[call](sp, module)
     except RuntimeError as error:
         prints(error, folder / "shared")
         os._exit(1)  # others wait for this rank
     raise AssertionError("nobody noticed")
 
 
-@pytest.mark.parametrize("call", [ours_and_torchs, in_a_collective, pytest.param(in_ddp, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("call", each_then_rest(["ours and torch's", "a collective"], ["DDP"]))
 def test_a_killed_rank_is_told_once(call, tmp_path):
     """It was 635 lines of 4 ranks, and in torch's own calls gloo's text of a socket."""
-    ended = on_ranks(4, loses_a_rank, tmp_path, call.__name__, check=False)
+    ended = on_ranks(4, loses_a_rank, tmp_path, call, check=False)
     assert [outcome[0] for outcome in ended] == ["Died"] * 4, ended
     lines = (tmp_path / "shared").read_text().splitlines()
     assert len(lines) <= 8, lines
     assert sum("Error: " in line for line in lines) == 1, lines
     assert "CommunicationError: " in lines[-1]
-    assert call is ours_and_torchs or "the process of rank 3 is gone" in lines[-1], lines
+    assert "ours" in call or "the process of rank 3 is gone" in lines[-1], lines
     assert not any("site-packages" in line or "/ds_seqpar/" in line for line in lines)
 
 

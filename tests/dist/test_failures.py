@@ -1,21 +1,43 @@
-"""A rank that ends or fails in the middle of a step: the others are told soon, and where; nobody hangs."""
+"""A rank that ends, fails, stays away or is late: the others are told soon, and where; nobody hangs.
 
+One that stays away makes others wait for the timeout that was given to init_process_group. To add a call in which a
+rank may be missing, add it to CALLS.
+"""
+
+import contextlib
+import io
 import os
 import re
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ds_seqpar.base import compat
+from ds_seqpar.base.errors import CommunicationError
+from ds_seqpar.core.runtime import groups
 from ds_seqpar.core.runtime.kernels import KERNELS
+from ds_seqpar.core.runtime.transport import Communication
+from ds_seqpar.guards import waits
 from tests import oracle
-from tests.dist.ranks import SECONDS, attend, is_one_sentence, make
-from tests.launch import on_ranks
+from tests.dist.ranks import SECONDS, attend, is_one_sentence, make, refusal
+from tests.grids import each_then_rest
+from tests.launch import on_each_of, on_ranks
 from tests.words import missing
 
 WORLD, GONE = 4, 2  # the rank that ends or fails
 OTHERS = [rank for rank in range(WORLD) if rank != GONE]
-ENDED = "another rank ended"
+ENDED, PATIENCE = "another rank ended", 3
+SOON, LATE = 1.0, 2  # after so many seconds a rank says for whom it waits
+# what the others call -> as errors name it
+CALLS = {
+    "attention": lambda sp: sp.attention(*oracle.tensors(1, 4, (4, 2))[:3]),
+    "shard_batches": lambda sp: sp.shard_batch({"labels": torch.arange(16)[None]}),
+    "gather": lambda sp: sp.gather(torch.zeros(8), 0),
+    "mean_loss": lambda sp: sp.mean_loss(torch.ones(())),
+}
 
 
 def step(ulysses_size, direction, call, ends):
@@ -105,27 +127,144 @@ def test_a_kernels_error_carries_its_place(direction):
         assert_told_where(outcome, rank, direction)
 
 
-def gone_before(what):
+def gone_before(call):
     sp = make()
     if dist.get_rank() == GONE:
         os._exit(1)
-    if what == "attention inputs":
-        sp.attention(*oracle.tensors(1, 4, (4, 2))[:3])
-    elif what == "batches":
-        sp.shard_batch({"labels": torch.arange(16)[None]})
-    else:
-        sp.gather(torch.zeros(8), 0)
+    CALLS[call](sp)
 
 
-CALLS = {"attention inputs": "attention", "batches": "shard_batches", "tensor to gather": "gather"}
-
-
-@pytest.mark.parametrize("what", CALLS)
-def test_a_rank_that_is_gone_before_the_others_begin(what):
-    gone, others = run(gone_before, what)
+@pytest.mark.parametrize("call", each_then_rest([name for name in CALLS if name != "mean_loss"], ["mean_loss"]))
+def test_a_rank_that_is_gone_before_the_others_begin(call):
+    gone, others = run(gone_before, call)
     assert gone[:2] == ("Died", "exit code 1")
     for kind, message, _ in others:
         assert kind == "CommunicationError"
-        assert message.startswith(f"{CALLS[what]} ")
+        assert message.startswith(f"{call} ")
         assert ENDED in message
         assert is_one_sentence(message)
+
+
+def gone_before_anything():
+    if dist.get_rank():
+        os._exit(0)
+    return refusal(make)
+
+
+def test_a_rank_that_ended_before_anything_was_made_is_named():
+    """So that nothing of ours ran on it."""
+    kind, message = on_ranks(2, gone_before_anything, timeout=SECONDS, check=False)[0]
+    assert kind == "CommunicationError"
+    assert is_one_sentence(message)
+    assert missing(message, "share_sequences", ENDED, "rank 1 did not take part") == []
+
+
+def without_guards():
+    """What rank 0 raises of attention in the core alone, where rank 1 refuses its own inputs and ends."""
+    sp = make(size=2, ulysses=1, schedule="ring")
+    sp.runtime.guards.clear()
+    sp.comm.communication = Communication
+    q = torch.zeros(1, 8, 4, 16)
+    if sp.rank:
+        assert refusal(sp.attention, q, q, q[..., 0])[0] == "InputError"
+        os._exit(0)
+    return refusal(sp.attention, q, q, q)
+
+
+def test_without_guards_a_rank_raises_alone_and_a_failure_has_the_backends_reason():
+    kind, message = on_ranks(2, without_guards, timeout=SECONDS, check=False)[0]
+    assert kind == "CommunicationError"
+    assert "the sum of keys over ranks failed: " in message  # what is sent first, in fp32
+    assert "did not take part" not in message
+
+
+# ---- a rank that stays away
+
+
+def out_of_memory(*args):
+    raise torch.OutOfMemoryError("not enough memory for this product")
+
+
+def interrupted(sp):
+    """Rank 1 runs out of memory in the middle, catches it and goes on."""
+    kernel, real = KERNELS["cpu_flash"], KERNELS["cpu_flash"].forward
+    if sp.rank == 0:
+        attend(sp, *oracle.tensors(1, 16, (4, 2)))
+        return
+    kernel.forward = out_of_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        attend(sp, *oracle.tensors(1, 16, (4, 2)))
+    kernel.forward = real
+
+
+BACKWARD = "backward of attention"  # where a rank has all it needs in forward, it waits there
+# name -> (settings, call, beginnings of the sentence). The group of all ranks is of no use after it timed out
+AWAY = {
+    "ring": ({}, interrupted, ("a transfer", BACKWARD)),
+    "Ulysses": ({"ulysses": 2}, interrupted, ("the Ulysses all-to-all", BACKWARD)),
+    **{name: ({}, call, (name,)) for name, call in CALLS.items()},
+}
+
+
+def stay_away(name):
+    config, call, _ = AWAY[name]
+    sp = make(kernel="cpu_flash", **config)
+    timeouts = {groups.timeout(group).total_seconds() for group in (*sp.groups.made, sp.control_world)}
+    began, told = time.monotonic(), ("", 0.0)
+    try:
+        if sp.rank == 0 or call is interrupted:
+            call(sp)
+    except CommunicationError as error:
+        told = str(error), time.monotonic() - began
+    store = compat.default_store()
+    if sp.rank:
+        store.wait(["told"], timedelta(seconds=PATIENCE + 60))  # its groups are there meanwhile
+    else:
+        store.set("told", "")
+    return told, timeouts
+
+
+@pytest.mark.parametrize(
+    "name", each_then_rest(["ring", "gather"], [name for name in AWAY if name not in ("ring", "gather")])
+)
+def test_a_rank_that_goes_on_without_the_others_makes_them_wait_no_longer_than_was_asked_for(name):
+    ((message, seconds), timeouts), _ = on_ranks(2, stay_away, name, patience=PATIENCE)
+    assert timeouts == {PATIENCE}
+    first = message.splitlines()[0].removeprefix("CP rank 0, ")
+    assert first.startswith(AWAY[name][2])
+    assert f"timed out after {PATIENCE} s" in first
+    assert is_one_sentence(first)
+    assert PATIENCE - 0.5 < seconds < PATIENCE + 30, (name, seconds)
+
+
+# ---- a rank that is late
+
+
+def said_while(call):
+    """What is printed to stderr meanwhile, by line."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        call()
+    return said.getvalue().splitlines()
+
+
+@on_each_of(4, keep=None)
+def test_who_waits_long_says_for_whom_once_and_goes_on():
+    waits.PATIENCE = SOON
+    sp, late, found = make(), dist.get_rank() == LATE, []
+    for call in (lambda: sp.gather(torch.ones(8), 0), lambda: sp.gather(torch.ones(8), 0), lambda: sp.loader(range(2))):
+        dist.barrier()  # so that a rank of a busy machine is not late too
+        if late:
+            time.sleep(2 * SOON)
+        found.append(said_while(lambda call=call: refusal(call)))
+    if late:
+        assert found == [[], [], []]
+        return
+    [first], again, [other] = found
+    assert missing(first, f"rank {sp.rank} has waited 1 s in gather for rank {LATE},", "it waits on") == []
+    assert again == []  # once for each kind of call
+    assert missing(other, "in sp.loader for rank") == []
+    assert not waits._now
+    wait = waits.explaining_failure("a call", sp.groups.control)
+    assert wait.whom() == "another rank"
+    wait.awaited = 1, 3  # of ranks that lie up to rank 1, round the end: 3, 0, 1
+    assert wait.whom() == "one of the 3 ranks up to rank 1"

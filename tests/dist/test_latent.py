@@ -1,4 +1,4 @@
-"""Latent attention on real ranks: what is sent, expanded before or after, gives what dense attention does."""
+"""Latent attention on real ranks: what is sent, kept, compiled and refused. tests/attention_cases.py draws calls."""
 
 import functools
 
@@ -10,7 +10,7 @@ from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.analysis.memory import figures
 from ds_seqpar.base.errors import ConfigError
 from ds_seqpar.core.compiler.program.shape import shape_of
-from ds_seqpar.core.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.core.compiler.sharding.masks import CAUSAL
 from ds_seqpar.core.runtime.call import CallSettings
 from ds_seqpar.core.runtime.kernels import Scores
 from ds_seqpar.operators.latent import LATENT, LatentShape, is_sent
@@ -48,39 +48,6 @@ def attend(sp, q, latent, expand, do, placement=None, way=None, **asked):
     local = [x.detach().flatten(2) for x in (out, q.grad, latent.grad)]
     whole = sp.gather(torch.cat(local, dim=2), 1, placement).split([x.shape[2] for x in local], dim=2)
     return *(x.unflatten(2, (q.shape[2], -1)) for x in whole[:2]), whole[2], expand.grad
-
-
-@on_each_of(4)
-def test_what_is_sent_changes_no_number():
-    """Ulysses ranks, CP ranks and both; whole and packed sequences of any length; what a forward saves or repeats."""
-    packed = Mask(documents=(0, 3, 4, 20))
-    for ulysses, sent, more in (
-        (1, "latent", {"schedule": "mesh"}), (1, "auto", {"rotate_backward": "q"}), (2, "expanded", {}),
-        (2, "latent", {"save_qkv_after_all_to_all": False}), (4, "auto", {}), (4, "latent", {"overlap": True}),
-    ):  # fmt: skip
-        sp = make(size=4, ulysses=ulysses, latent_attention=sent, **more)
-        whole = tensors(48)
-        oracle.assert_exact(attend(sp, *whole), dense(*whole), (ulysses, sent))
-        assert (sp.comm.received["kv"] == 0) == (ulysses == 4)
-        whole, placement = tensors(37), sp.place(37, (3, 1, 16, 17))
-        found = attend(sp, *whole, placement=placement, mask=placement.mask, softcap=3.0)
-        oracle.assert_exact(found, dense(*whole, mask=packed, softcap=3.0), (ulysses, sent), least=1.0)
-        single = [x.float() for x in whole]
-        oracle.assert_exact(attend(sp, *single, placement=placement), dense(*single), (ulysses, sent), limit=1e-5)
-
-
-@on_each_of(2)
-def test_the_log_sum_exp_of_a_latent_is_that_of_its_keys():
-    """In fp32 too, where a common part is taken off keys that exist."""
-    q, latent, expand, _ = tensors(24)
-    k = torch.einsum("bsr,hre->bshe", latent, expand)[..., :DIM]
-    expected = torch.einsum("bqhd,bkhd->bqhk", q, k).div(DIM**0.5)
-    expected = expected.masked_fill(torch.ones(24, 24).triu(1).bool()[:, None], -torch.inf).logsumexp(-1)
-    for ulysses in (1, 2):
-        sp = make(size=2, ulysses=ulysses, latent_attention="latent")
-        q, latent, expand = (x.float() for x in (q, latent, expand))
-        _, lse = sp.latent_attention(sp.shard(q, 1), sp.shard(latent, 1), expand, return_lse=True)
-        oracle.assert_exact([sp.gather(lse, 1)], [expected], limit=1e-5)
 
 
 @on_each_of(4)

@@ -1,5 +1,7 @@
-"""Masks and shards of any length on real ranks: lse, compiled graphs, and what is refused on every rank."""
+"""Masks and shards of any length on real ranks: compiled graphs."""
 
+import copy
+import dataclasses
 import functools
 import gc
 
@@ -7,20 +9,15 @@ import numpy
 import torch
 from torch._dynamo.utils import counters
 
-from ds_seqpar.core.compiler.sharding.layout import Run
 from ds_seqpar.core.compiler.sharding.masks import CAUSAL, FULL, Mask
-from ds_seqpar.core.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.core.compiler.sharding.shards import UnevenShards
 from tests import oracle
+from tests.attention_cases import positions
 from tests.dist.ranks import (
-    WRONG,
-    assert_all_refused,
     attend,
-    differ,
-    everywhere,
     lacking,
     leaves,
     make,
-    only_one,
     refusal,
 )
 from tests.launch import on_each_of
@@ -38,61 +35,18 @@ def test_causal_and_full_are_masks_too():
 # ---- shards of any length
 
 
-def runs_of(*lengths):
-    """One run a rank, of so many tokens each."""
-    starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
-    return [[Run(start, 1, length)] if length else [] for start, length in zip(starts, lengths, strict=True)]
-
-
-# shards of 2 CP ranks, and of 4, with the lengths of (queries, keys)
-TWO = (
-    (UnevenShards(runs_of(31, 12)), (43, 43)),
-    (UnevenShards(runs_of(3, 10), runs_of(29, 14)), (13, 43)),
-    (UnevenShards(runs_of(22, 21), runs_of(4, 9)), (43, 13)),
-    (UnevenShards(runs_of(24, 0)), (24, 24)),
-)
-FOUR = (
-    (UnevenShards(runs_of(0, 11, 0, 6), runs_of(5, 17, 12, 9)), (17, 43)),
-    (UnevenShards([[Run(0, 1, 5), Run(30, 1, 10)], [Run(5, 1, 5)], [Run(25, 1, 5)], [Run(10, 1, 15)]]), (40, 40)),
+# of 2 CP ranks, and the numbers of queries and keys
+SHARDS = (
+    (UnevenShards([[(0, 1, 31)], [(31, 1, 12)]]), (43, 43)),
+    (UnevenShards([[(0, 1, 3)], [(3, 1, 10)]], [[(0, 1, 29)], [(29, 1, 14)]]), (13, 43)),
 )
 
 
-def tensors(queries, keys, heads=HEADS):
-    """(q, k, v, do) of these lengths."""
-    q, _, _, do = oracle.tensors(2, queries, heads, seed=1)
-    _, k, v, _ = oracle.tensors(2, keys, heads, seed=2)
-    return q, k, v, do
-
-
-def held(sp, shards, side):
-    """The global positions of this rank's tokens."""
-    inner, ulysses_rank = sp.runtime.rank, sp.topology.index(sp.rank, "ulysses")
-    return torch.tensor(
-        oracle.positions_by_ulysses_rank(shards, side, inner, sp.config.ulysses)[ulysses_rank], dtype=torch.int64
-    )
-
-
-def attend_shards(sp, shards, whole, mask, **options):
-    """What `sp.attention` gives, the leaves, and the positions of q and of k/v."""
-    places = [held(sp, shards, side) for side in ("q", "kv")]
-    local = [
-        x.index_select(1, at).requires_grad_() for x, at in zip(whole[:3], (places[0], *places[1:] * 2), strict=True)
-    ]
-    return sp.attention(*local, mask=mask, shards=shards, **options), local, places
-
-
-@on_each_of(4)
-def test_lse_of_shards_of_any_length():
-    """With and without Ulysses, and of heads that Ulysses ranks do not divide."""
-    mask = Mask(window=6)
-    for ulysses_size, heads, table in ((2, HEADS, TWO), (1, HEADS, FOUR), (2, (7, 1), TWO)):
-        sp = make(ulysses=ulysses_size)
-        for shards, lengths in table:
-            whole = tensors(*lengths, heads)
-            (_, lse), _, (at, _) = attend_shards(sp, shards, whole, mask, return_lse=True)
-            expected = oracle.lse(*whole[:2], mask).index_select(1, at)
-            assert torch.equal(lse.isneginf(), expected.isneginf()), shards
-            assert (lse - expected).nan_to_num(neginf=0.0, posinf=float("inf")).abs().sum() < 1e-10, shards
+def held(sp, shards, lengths):
+    """(whole q, k, v and do), and this rank's positions of each."""
+    (q, _, _, do), (_, k, v, _) = (oracle.tensors(2, n, HEADS, seed=n) for n in lengths)
+    here, there = (positions(sp, shards, side) for side in ("q", "kv"))
+    return (q, k, v, do), (here, there, there, here)
 
 
 # ---- documents with parents
@@ -132,96 +86,16 @@ def test_documents_with_parents_are_rows_that_repeat_them():
         assert placement.longest == max(map(sum, zip(before, lengths, strict=True)))
 
 
-# ---- what is refused
-
-
-def attention(sp, tokens=4, keys=None, dim=8, **options):
-    """sp.attention with good local tensors, but for what a case asks for."""
-    q, k, v = (
-        oracle.tensors(1, n, (4, 2), dim)[i].requires_grad_() for i, n in enumerate((tokens, *[keys or tokens] * 2))
-    )
-    return sp.attention(q, k, v, **options)
-
-
-def asked(**options):
-    return lambda sp, rank: attention(sp, **options)
-
-
-def instead(usual, wrong):
-    """The wrong rank is given something else than the others."""
-    return lambda sp, rank: attention(sp, **(wrong if rank == WRONG else usual))
-
-
-SHARDS = UnevenShards(runs_of(4, 3, 5, 4))
-EVEN = UnevenShards(runs_of(4, 4, 4, 4))
-WINDOW = {"mask": Mask(window=5)}
-
-# name -> (what a rank calls, what it is to be told); 4 ranks with 4 tokens each
-REFUSED = {
-    "windows": (instead(WINDOW, {"mask": Mask(window=6)}), differ("window 5", "window 6")),
-    "a mask on one rank": (instead({}, WINDOW), differ("no mask")),
-    "documents": (instead({"mask": Mask(documents=(0, 5))}, {"mask": Mask(documents=(0, 6))}), differ("2 documents")),
-    "parents": (
-        instead({"mask": Mask(documents=(0, 5))}, {"mask": Mask(documents=(0, 5), parents=(-1, 0))}),
-        differ("2 documents with parents"),
-    ),
-    "causal or not": (instead({"mask": FULL}, {"mask": Mask(causal=False, window=5)}), differ("window 5")),
-    "documents beyond the sequence": (asked(mask=Mask(documents=(0, 4, 16))), everywhere("at 16")),
-    "one rank's documents": (instead({}, {"mask": Mask(documents=(0, 99))}), only_one("at 99")),
-    "a tensor for a mask": (asked(mask=torch.ones(4, 4, dtype=torch.bool)), everywhere("got a tensor")),
-    "one rank's word for a mask": (instead({}, {"mask": "window"}), only_one("got 'window'")),
-    "an array for a mask": (asked(mask=numpy.ones((9, 9))), everywhere("got array([")),
-    "shards of other ranks": (asked(shards=UnevenShards(runs_of(4, 12))), everywhere("2 ranks")),
-    "a list for shards": (asked(shards=runs_of(4, 4, 4, 4)), everywhere("got list")),
-    "one rank's tensor for shards": (instead({"shards": EVEN}, {"shards": torch.zeros(4)}), only_one("got Tensor")),
-    "a named layout for shards": (asked(shards=EvenShards("zigzag", 16, 4)), everywhere("got EvenShards")),
-    "shards": (instead({"shards": EVEN}, {"shards": UnevenShards(runs_of(3, 4, 5, 4))}), differ("shards 'of 4 ranks")),
-    "shards on one rank": (instead({}, {"shards": EVEN}), differ("no shards")),
-    "one rank's head_dim": (instead({"shards": EVEN}, {"shards": EVEN, "dim": 16}), differ("q '(1, 4, 16)")),
-    "one rank's tokens": (instead({"shards": EVEN}, {"shards": EVEN, "tokens": 5}), only_one("5 and 5")),
-    "one rank's keys": (instead({"shards": EVEN}, {"shards": EVEN, "keys": 5}), only_one("4 and 5")),
-    "keys of another length without shards": (asked(keys=5), everywhere("k (1, 5, 2, 8)")),
-}
-EACH = [{"tokens": tokens} for tokens in (4, 3, 5, 4)]
-
-FULL_IS_REFUSED = "distflash", "causal"
-CANNOT = {
-    "full": (asked(mask=FULL), everywhere(*FULL_IS_REFUSED, kind="ConfigError")),
-    "one rank's mask": (instead({}, {"mask": FULL}), only_one(*FULL_IS_REFUSED, kind="ConfigError")),
-}
-
-
-@on_each_of(4)
-def test_what_does_not_fit_is_refused_on_every_rank():
-    ring = make(ulysses=1)
-    assert_all_refused(REFUSED, ring)
-    good = attention(ring, **EACH[ring.rank], shards=SHARDS, mask=Mask(documents=(0, 4, 15)))
-    assert good.shape == (1, EACH[ring.rank]["tokens"], 4, 8)
-    assert_all_refused(CANNOT, make(ulysses=1, schedule="distflash"))
-
-
-@on_each_of(4)
-def test_members_tokens_must_be_their_own():
-    """Where two Ulysses ranks share a CP rank's tokens, each has its own number of them."""
-    sp = make(ulysses=2)
-    shards = UnevenShards(runs_of(5, 6))
-    right = [(2, 3), (3, 3)][sp.runtime.rank][sp.topology.index(sp.rank, "ulysses")]
-    assert attention(sp, right, shards=shards).shape[1] == right
-    kind = "InputError" if sp.rank == WRONG else "DisagreementError"
-    refused = refusal(attention, sp, right + (sp.rank == WRONG), shards=shards)
-    assert lacking(refused, kind, "shards", "3 of q", "4 and 4") == []
-
-
 @on_each_of(2)
 def test_backward_does_not_need_the_caller_to_keep_mask_and_shards():
-    sp, whole = make(), tensors(*TWO[0][1])
-    shards, mask = UnevenShards(runs_of(31, 12)), Mask(window=4)
+    sp, (shards, lengths), mask = make(), SHARDS[0], Mask(window=4)
+    whole, at = held(sp, shards, lengths)
     expected = oracle.dense(*whole, mask=mask)[1]
-    out, local, (at, _) = attend_shards(sp, shards, whole, mask)
-    del shards, mask
+    local = [x.index_select(1, p).requires_grad_() for x, p in zip(whole[:3], at, strict=False)]
+    out = sp.attention(*local, mask=dataclasses.replace(mask), shards=copy.copy(shards))
     gc.collect()
-    out.backward(whole[3].index_select(1, at))
-    oracle.assert_exact([local[0].grad], [expected.index_select(1, at)])
+    out.backward(whole[3].index_select(1, at[3]))
+    oracle.assert_exact([local[0].grad], [expected.index_select(1, at[0])])
 
 
 # ---- compiled
@@ -277,10 +151,9 @@ def test_shards_are_compiled():
     def function(q, k, v, shards):
         return sp.attention(q, k, v, shards=shards) * 1.0
 
-    for shards, lengths in TWO[:2]:
-        whole = tensors(*lengths)
-        at = [held(sp, shards, side) for side in ("q", "kv", "kv")]
-        out = function(*(x.index_select(1, p) for x, p in zip(whole[:3], at, strict=True)), shards)
+    for shards, lengths in SHARDS:
+        whole, at = held(sp, shards, lengths)
+        out = function(*(x.index_select(1, p) for x, p in zip(whole[:3], at, strict=False)), shards)
         assert (out - oracle.attention(*whole[:3]).index_select(1, at[0])).abs().max() < 1e-10
 
 

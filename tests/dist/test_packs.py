@@ -310,24 +310,18 @@ def sharded(tokens):
 
 CU = {"position_ids": None}
 REFUSED = {
-    "positions from 1": (given(position_ids=restarts(ROWS) + 1), everywhere("got 1", "token 0")),
+    "positions from 1 on one rank": (given_to_wrong(position_ids=restarts(ROWS) + 1), only_one("got 1", "token 0")),
     "a gap in positions": (given(position_ids=restarts(ROWS) * 2), everywhere("got 2", "token 1")),
-    "one rank's positions": (given_to_wrong(position_ids=restarts(ROWS) + 1), only_one("got 1", "token 0")),
     "floating positions": (given(position_ids=restarts(ROWS).float()), everywhere("torch.float32")),
     "a list of positions": (given(position_ids=restarts(ROWS).tolist()), everywhere("got list")),
     "positions of three axes": (given(position_ids=restarts(ROWS).expand(3, 2, 51)), everywhere("(3, 2, 51)")),
     # transformers, accelerate: cumulative lengths of another micro-batch, used after an evaluation step
-    "stale cumulative lengths": (
-        given(cu_seq_lens_q=numbers(0, 20, 22, 51, 58, 67, 102)),
-        everywhere("6 in position_ids"),
-    ),
     "one rank's stale cumulative lengths": (
-        given_to_wrong(cu_seq_lens_q=numbers(0, 20, 51, 102)),
-        only_one("6 in position_ids", "3 others"),
+        given_to_wrong(cu_seq_lens_q=numbers(0, 20, 51, 102)), only_one("6 in position_ids", "3 others")
     ),
     "keys' and queries' lengths": (
         given(**CU, cu_seq_lens_q=numbers(0, 20, 51, 102), cu_seq_lens_k=numbers(0, 21, 51, 102)),
-        everywhere("in cu_seq_lens_k"),
+        everywhere("cu_seq_lens_k"),
     ),
     "lengths alone": (given(**CU, seq_lengths=[[20, 1, 30], [7, 9, 35]]), everywhere("got seq_lengths")),
     "a document across the end of a row": (given(**CU, cu_seqlens=numbers(0, 20, 60, 102)), everywhere("token 51")),
@@ -339,13 +333,9 @@ REFUSED = {
     "one rank's numbers of one dim": (given_to_wrong(document_ids=torch.zeros(51).long()), only_one("(51,)")),
     "numbers that are none": (given(**CU, seq_idx=torch.zeros(2, 51).bool()), everywhere("torch.bool")),
     "other documents on one rank": (given_to_wrong(position_ids=restarts(OTHER)), differ("position_ids")),
-    "documents on one rank only": (
-        lambda sp, rank: sp.shard_batch(packed(**({} if rank == WRONG else CU))),
-        differ("no [0] position_ids"),
-    ),
+    "no documents on one rank": (given_to_wrong(**CU), differ("no [0] position_ids")),
     "the same documents in another form on one rank": (
-        given_to_wrong(**CU, cu_seqlens=numbers(0, 20, 21, 51, 58, 67, 102)),
-        differ("cu_seqlens"),
+        given_to_wrong(**CU, cu_seqlens=numbers(0, 20, 21, 51, 58, 67, 102)), differ("cu_seqlens")
     ),
     "gather with the placement of fewer tokens": (gathered(ROWS, PACKS["of one token"]), everywhere("got 2")),
     "gather with another placement on one rank": (gathered(ROWS, OTHER, only=True), differ("102 tokens")),
@@ -353,7 +343,7 @@ REFUSED = {
     "gather of tokens without a row": (without_one, everywhere("dim 0")),
     "shard of too few tokens": (sharded(101), everywhere("(1, 101)")),
     "shard of too many tokens": (sharded(204), everywhere("(1, 204)")),
-}
+}  # fmt: skip
 
 
 @on_each_of(4, timeout=SECONDS)
@@ -361,40 +351,35 @@ def test_what_says_no_documents_is_refused_on_every_rank():
     assert_all_refused(REFUSED, make(ulysses=2))
 
 
-POSITIONS = ("position_ids", "placement", "other tokens")
-WRONG_PLACEMENTS = {
-    "another size": everywhere("placement", "4 CP ranks", "got 2"),
-    "fewer tokens": everywhere("placement", "(1, 2"),
-    "no placement": everywhere("BatchLayout", "got dict"),
-    "other documents": everywhere(*POSITIONS),
-    "one rank's other documents": only_one(*POSITIONS),
-    "rows beside one another": everywhere(*POSITIONS),
-    "left out": everywhere("its placement included"),
-    "left out on one rank": only_one("its placement included"),
-}
+def instead(sp):
+    """(what is given in place of parts of a shard, what ranks are told) of what is not its batch's, or too short."""
+    of = {pack: sp.shard_batch(collated(pack))["placement"] for pack in (ROWS, OTHER, PACKS["one row"])}
+    other_size, wrong = make(size=2, ulysses=1).shard_batch(collated(ROWS))["placement"], sp.rank == WRONG
+    own, other = ({"placement": of[pack]} for pack in (ROWS, OTHER))
+    return [
+        ({"placement": other_size}, everywhere("4 CP ranks", "got 2")),
+        ({"placement": of[PACKS["one row"]]}, everywhere("(1, 2")),
+        ({"placement": {"rows": 2}}, everywhere("got dict")),
+        (other, everywhere("other tokens")),
+        (other if wrong else own, only_one("other tokens")),
+        ({"placement": dataclasses.replace(of[ROWS], restarts=(0,))}, everywhere("other tokens")),
+        ({"placement": None}, everywhere("its placement included")),
+        ({"placement": None} if wrong else own, only_one("its placement included")),
+        ({"position_ids": sp.shard_batch(collated(ROWS))["position_ids"] + 1}, everywhere("other tokens")),
+        (sp.shard_batch({name: x[:, :3] for name, x in collated([(40,)] * 2).items()}), everywhere("got 3 tokens")),
+    ]
 
 
 @on_each_of(4, timeout=SECONDS, keep=None)
 def test_a_patched_model_refuses_a_placement_that_is_not_its_batchs():
     """After which a right batch has the loss that it had before."""
     sp = make(ulysses=1)
-    other_size = make(size=2, ulysses=1).shard_batch(collated(ROWS))["placement"]
-    model = small().double().patch_attention(sp)
-    of = {pack: sp.shard_batch(collated(pack))["placement"] for pack in (ROWS, OTHER, PACKS["one row"])}
-    wrong, losses = sp.rank == WRONG, set()
-    cases = {
-        "another size": lambda shard: other_size,
-        "fewer tokens": lambda shard: of[PACKS["one row"]],
-        "no placement": lambda shard: {"rows": 2},
-        "other documents": lambda shard: of[OTHER],
-        "one rank's other documents": lambda shard: of[OTHER] if wrong else shard["placement"],
-        "rows beside one another": lambda shard: dataclasses.replace(shard["placement"], restarts=(0,)),
-        "left out": lambda shard: None,
-        "left out on one rank": lambda shard: None if wrong else shard["placement"],
-    }
-    for name, expected in WRONG_PLACEMENTS.items():
+    model, found = small().double().patch_attention(sp), set()
+    for number, (changes, told) in enumerate(instead(sp)):
         shard = sp.shard_batch(collated(ROWS))
-        refused = refusal(model, **{**shard, "placement": cases[name](shard)})
-        assert lacking(refused, *expected.get(sp.rank, expected.get("others"))) == [], (name, refused)
-        losses.add(sp.mean_loss(model(**shard).loss))
-    assert len(losses) == 1
+        sp.comm.received.clear()
+        refused = refusal(model, **{**shard, **changes})
+        assert lacking(refused, *told.get(sp.rank, told.get("others"))) == [], (number, refused)
+        assert not sp.comm.received
+        found.add(sp.mean_loss(model(**shard).loss))
+    assert len(found) == 1

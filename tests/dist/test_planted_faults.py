@@ -10,12 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests import grids, plants
+from tests import attention_cases, grids, plants
 from tests.dist import (
     test_batch_refusals,
     test_cached_attention,
     test_contract,
-    test_latent,
     test_loaders,
     test_packs,
     test_recurrence,
@@ -23,7 +22,7 @@ from tests.dist import (
     test_whole_tensors,
 )
 from tests.grids import each_then_rest
-from tests.hf import test_noise, test_shared_prompts, test_tiles, test_trainer_evaluation
+from tests.hf import test_conformance, test_noise, test_shared_prompts, test_trainer_evaluation
 from tests.launch import RankFailure, on_ranks
 from tests.unit import test_common_part, test_exact
 
@@ -44,10 +43,10 @@ class Fault:
 
 
 def drawn(schedule):
-    """Cases of test_exact on virtual ranks, all of them on one rank, on which the fault is."""
-    for case in test_exact.draws(schedule, 9, 60, 60):
+    """Cases on virtual ranks, all of them on one rank, on which the fault is."""
+    for case in attention_cases.draws(schedule, 9, 60, 60):
         with pytest.MonkeyPatch.context() as patch:
-            test_exact.check(case, patch)
+            attention_cases.check(case, patch)
 
 
 def exact(schedule="ring"):
@@ -72,11 +71,7 @@ def dealt(*kinds):
     return lambda folder: test_loaders.test_an_epoch_is_dealt_to_groups_and_goes_on_where_it_was_left([*kinds], False)
 
 
-def tiles(number):
-    case = list(test_tiles.CASES.items())[number]
-    return lambda folder: test_tiles.test_training_is_that_of_one_process_that_saves_no_memory(dict([case]), 2)
-
-
+SAVING = on_each(test_conformance.test_models_that_share_sequences_are_the_plain_ones, ranks=2, group="saving")
 PACKED = on_each(test_packs.test_packed_rows_are_placed_and_attention_over_them_is_exact)
 CACHED = on_each(test_cached_attention.test_every_rank_gets_dense_attention, size=2, ulysses=1)
 STATES = on_each(
@@ -124,8 +119,7 @@ FAULTS = {
         lambda folder: on_ranks(1, test_common_part.test_a_sink_keeps_its_weight),
     ),
     "a latent's matrix with the gradient of one product": Fault(
-        "ds_seqpar.operators.latent:LatentBackward.product", "self.dmatrix +=", "self.dmatrix =",
-        on_each(test_latent.test_what_is_sent_changes_no_number),
+        "ds_seqpar.operators.latent:LatentBackward.product", "self.dmatrix +=", "self.dmatrix =", exact(),
     ),
     # --- heads
     "heads from the wrong end": Fault(
@@ -185,10 +179,10 @@ FAULTS = {
     ),
     # --- memory
     "tiles that replace one another's gradients": Fault(
-        "hf_integration.memory.tiled_function:GradientSums.add", "total.add_(", "total.copy_(", tiles(0)
+        "hf_integration.memory.tiled_function:GradientSums.add", "total.add_(", "total.copy_(", SAVING
     ),
     "a tiled loss without the gradient that reaches it": Fault(
-        "hf_integration.memory.tiled_function:_Summed.backward", "sums.pop_all(grad)", "sums.pop_all()", tiles(0)
+        "hf_integration.memory.tiled_function:_Summed.backward", "sums.pop_all(grad)", "sums.pop_all()", SAVING
     ),
     # --- random numbers, data, the Trainer
     "ranks that draw the same noise": Fault(

@@ -62,21 +62,9 @@ class Hang:
         return thread
 
 
-class Slow(torch.utils.data.Dataset):
-    def __init__(self, told):
-        self.told = told
-
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, number):
-        self.told()
-        return number
-
-
 def in_its_loader(hang, sp, model):
     if hang.late:
-        list(torch.utils.data.DataLoader(Slow(hang.told)))
+        list(torch.utils.data.DataLoader([0], collate_fn=lambda examples: hang.told()))
     step(model, sp)
 
 

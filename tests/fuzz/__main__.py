@@ -1,17 +1,15 @@
-"""Replays a case as a failed test printed it: python -m tests.fuzz attention|virtual|batches|loops|commands "{...}"."""
+"""Replays a case as a failed test printed it: python -m tests.fuzz attention|batches|loops|commands "{...}"."""
 
 import ast
 import contextlib
 import sys
 
-from tests.fuzz import batches, loops, ranks, shell, virtual
+from tests.fuzz import batches, loops, ranks, shell
 from tests.fuzz.run import Pools
 
 if __name__ == "__main__":
     name, case = sys.argv[1], ast.literal_eval(sys.argv[2])
-    if name == "virtual":
-        print(*virtual.try_one(case), sep=": ")
-    elif name == "loops":
+    if name == "loops":
         print(*loops.try_one(case), sep=": ")
     elif name == "commands":
         code, out, err = shell.run(case)

@@ -1,26 +1,22 @@
 """What a rank does with a drawn case, and what all ranks' outcomes together are worth."""
 
-import contextlib
 import functools
 import traceback
 
-import torch
 import torch.distributed as dist
 
-from ds_seqpar import SeqParError, SequenceParallel, SequenceParallelConfig
-from tests.dist.ranks import is_one_sentence
-from tests.fuzz import judge
-from tests.fuzz.tables import CAUSAL, FORMS, SCALES
+from ds_seqpar import SeqParError, SequenceParallel
+from tests import attention_cases
+from tests.dist.ranks import attention_error, is_one_sentence
 
 
 def run(case):
     """What came of attention."""
 
-    def start():
-        sp = SequenceParallel(SequenceParallelConfig.from_dict(case["section"]), heads=case["heads"])
-        return sp, sp.data_rank
+    def use(sp, wrong):
+        return attention_cases.attend(sp, {**case, **wrong.get("case", {})})
 
-    return outcome_of(case, start, lambda sp, wrong: attend(sp, {**case["call"], **wrong.get("call", {})}))
+    return outcome_of(case, lambda: attention_cases.start(case), use)
 
 
 def outcome_of(case, start, use):
@@ -53,65 +49,10 @@ def _try(wrong, outcome, start, use):
         outcome["in step"] = in_step(sp)
 
 
-def attend(sp, call):
-    """What is wrong with attention's results for a drawn call."""
-    causal, scale = CAUSAL[call["causal"]], SCALES[call["scale"]]
-    whole = judge.inputs(call, call["tokens"] * sp.size, sp.data_rank)
-    q, k, v, do = judge.laid_out(call, [share(sp, x) for x in whole])
-    rank = dist.get_rank() if call["grads_differ"] else 0
-    wanted = [call["grad"][(i + rank) % 3] for i in range(3)]
-    leaves = [x.detach() for x in FORMS[call["form"]]([q, k, v])] if call["form"] == "good" else [q, k, v]
-    for x, grad in zip(leaves, wanted, strict=True):
-        x.requires_grad_(grad and x.is_floating_point())
-    given = FORMS[call["form"]](leaves)
-
-    def attention(q, k, v):
-        return sp.attention(q, k, v, causal, scale, return_lse=call["lse"])
-
-    with mode(call["mode"]):
-        if call["checkpoint"] and call["form"] == "good" and torch.is_grad_enabled() and any(wanted):
-            out = sp.checkpoint(attention, *given, use_reentrant=call["checkpoint"] == "reentrant")
-        else:
-            out = attention(*given)
-    found = dict(zip(("out", "lse"), out, strict=True)) if call["lse"] else {"out": out}
-    if found["out"].requires_grad:
-        found["out"].backward(do.to(found["out"].dtype))
-        found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True) if x.requires_grad}
-    truth = judge.Truth.of(whole, causal, scale, sp.config, bf16=call["mode"] == "autocast")
-    faults = truth.faults({name: x.detach() for name, x in found.items()}, lambda x: sp.shard(x, 1))
-    if found["out"].dtype != truth.dtypes[0]:
-        faults["dtype"] = found["out"].dtype
-    return faults
-
-
-def share(sp, x):
-    """This rank's tokens, as many as there are, where the whole cannot be shared too."""
-    tokens = x.shape[1] // sp.size
-    if tokens and x.shape[1] % sp.multiple == 0:
-        return sp.shard(x, 1)
-    return x[:, sp.rank * tokens : (sp.rank + 1) * tokens]
-
-
-def mode(name):
-    return {
-        "no_grad": torch.no_grad,
-        "inference": torch.inference_mode,
-        "autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16),
-    }.get(name, contextlib.nullcontext)()
-
-
 def in_step(sp):
     """Whether a good attention on the same ranks is right."""
     sp = sp or _all()
-    call = {
-        "batch": 1, "tokens": sp.multiple // sp.size, "heads": sp.config.ulysses, "kv_heads": sp.config.ulysses,
-        "head_dim": 4, "dtype": "fp32", "strides": ("dense",) * 4, "causal": "True", "scale": "None", "lse": False,
-        "grad": (True,) * 3, "grads_differ": False, "mode": "plain", "values": "normal", "place": (0,) * 5,
-        "form": "good", "seed": 5, "checkpoint": None,
-    }  # fmt: skip
-    if sp.config.kernel in ("cuda_flash", "flash_attn", "flash_attn_3"):
-        sp = _all()
-    return not attend(sp, call)
+    return attention_error(sp, heads=(16, 4)) < (2**-4 if sp.config.comm_dtype == "bf16" else 1e-10)
 
 
 @functools.cache
@@ -138,7 +79,7 @@ def verdict(case, results, errors):
     if not case["wrong"] and refused:
         return "failed", f"nothing is wrong with it, and it was refused: {results}"
     kinds = sorted({results[rank]["kind"] for rank in refused} - {"DisagreementError"}) or ["DisagreementError"]
-    return f"refused, {kinds[0]}" if refused else f"right, {case['section'].get('schedule', 'batches')}", None
+    return f"refused, {kinds[0]}" if refused else f"right, {case.get('schedule', 'batches')}", None
 
 
 def _fault(ulysses_size):

@@ -1,10 +1,15 @@
-"""Drawn attention, batches and command lines: each is right, or told in one sentence on every rank, and none hangs."""
+"""Drawn attention, batches and command lines: each is right, or told in one sentence on every rank, and none hangs.
+
+tests/unit/test_exact.py has the attention of virtual ranks.
+"""
 
 import contextlib
+import random
 
 import pytest
 
-from tests.fuzz import batches, cases, commands, ranks, shell, virtual
+from tests.attention_cases import drawn_for_ranks
+from tests.fuzz import batches, commands, ranks, shell
 from tests.fuzz.run import Pools, Tried, fuzz
 
 
@@ -12,24 +17,26 @@ def counts(few, many):
     return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
-@counts(30, 400)
-def test_attention_on_virtual_ranks(count, record_property):
-    fuzz(cases.cases(virtual=True), count, virtual.try_one, record_property)
-
-
-@counts(12, 300)
+@counts(12, 400)
 def test_attention_on_real_ranks(count, record_property):
-    on_real_ranks(cases.cases(), ranks.run, count, record_property)
+    dice, numbers = random.Random(count), (4,) if count < 100 else (2, 3, 4)  # ranks of each number must be started
+    with on_real_ranks(ranks.run) as tried:
+        for _ in range(count):
+            tried.add(drawn_for_ranks(dice, numbers))
+    tried.report(record_property)
 
 
 @counts(10, 200)
 def test_windows_on_real_ranks(count, record_property):
-    on_real_ranks(batches.cases(), batches.run, count, record_property)
+    with on_real_ranks(batches.run) as tried:
+        fuzz(batches.cases(), count, tried)
+    tried.report(record_property)
 
 
-def on_real_ranks(drawn, run, count, record_property):
+@contextlib.contextmanager
+def on_real_ranks(run):
     with contextlib.closing(Pools()) as pools:
-        fuzz(drawn, count, lambda case: ranks.verdict(case, *pools.call(case["ranks"], run, case)), record_property)
+        yield Tried(lambda case: ranks.verdict(case, *pools.call(case["ranks"], run, case)))
 
 
 @counts(15, 300)

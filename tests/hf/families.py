@@ -1,13 +1,9 @@
 """A tiny model of every family that is supported, from its real config class, and what in it is worth varying. Batches
 of every kind for it."""
 
-import contextlib
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_seqpar import Mask
-from tests import oracle
 from tests.hf.llama import IGNORE, array
 
 SEQ = 51
@@ -79,8 +75,8 @@ def model_of(family, window=None, seed=0, **changes):
     return model
 
 
-def batch_of(kind):
-    ids = torch.randint(3, 64, (2, SEQ), generator=torch.Generator().manual_seed(1))
+def batch_of(kind, number=0):
+    ids = torch.randint(3, 64, (2, SEQ), generator=torch.Generator().manual_seed(1 + number))
     batch = {"input_ids": ids, "labels": ids.clone()}
     if kind == "packed":
         batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in PACKS])
@@ -91,9 +87,9 @@ def batch_of(kind):
     return batch
 
 
-def collated(kind):
+def collated(kind, number=0):
     """A batch as collators make it: no label counts that is predicted across a document's end, or from padding."""
-    batch = batch_of(kind)
+    batch = batch_of(kind, number)
     labels = batch["labels"]
     if "position_ids" in batch:
         labels[batch["position_ids"] == 0] = IGNORE
@@ -105,30 +101,6 @@ def collated(kind):
 def real(batch):
     """(rows, tokens, 1): 0 for padding, of which everybody may compute something else."""
     return batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
-
-
-@contextlib.contextmanager
-def told(model, batch):
-    """gpt-oss makes its masks without a look at position_ids (transformers 5.23), so that documents would see one
-    another: it is given masks."""
-    hook = None
-    if "position_ids" in batch and model.config.model_type == "gpt_oss":
-        given = masks(model.config.sliding_window)
-        hook = model.base_model.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": given}), with_kwargs=True
-        )
-    yield
-    if hook is not None:
-        hook.remove()
-
-
-def masks(window):
-    found = {}
-    for kind, limit in (("full_attention", None), ("sliding_attention", window)):
-        rows = [Mask(window=limit, documents=Mask.documents_of(row)) for row in PACKS]
-        seen = torch.stack([oracle.seen(mask, range(SEQ), range(SEQ)) for mask in rows])[:, None]
-        found[kind] = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    return found
 
 
 def gradients(model):

@@ -14,7 +14,7 @@ def throughout(function):
 
     @functools.wraps(function)
     def wrapped(model, *args):
-        with InFP64() if model.dtype == torch.float64 else contextlib.nullcontext():
+        with InFP64() if next(model.parameters()).dtype == torch.float64 else contextlib.nullcontext():
             return function(model, *args)
 
     return wrapped

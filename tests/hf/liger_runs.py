@@ -10,16 +10,14 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from datasets import Dataset
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
 from hf_integration import patch_attention
 from tests.dist.ranks import make, refusal
 from tests.hf import trainers
+from tests.hf.families import batch_of, gradients
 from tests.hf.llama import averaged, gap, small
-from tests.hf.test_families import batch_of, gradients
-from tests.hf.test_trainer_trl import figures, sft
 
 STEPS, LENGTH = 2, 12  # a token takes the interpreter some hundredths of a second
 # by ranks: (whether with Liger, size, ZeRO's stage, tiles); size None: the plain Trainer
@@ -64,13 +62,14 @@ def logs(folder, liger, size, stage, tiles):
 
 def trls(folder, size):
     """What trl's SFTTrainer with Liger's kernels logs."""
-    examples = [{name: x[:LENGTH].tolist() for name, x in example.items()} for example in trainers.documents(8)]
-    parts = {"train_dataset": Dataset.from_list(examples), "eval_dataset": Dataset.from_list(examples[:4])}
+    examples = [{name: x[:LENGTH] for name, x in example.items()} for example in trainers.documents(8)]
+    parts = {"train_dataset": trainers.rows_of(examples), "eval_dataset": trainers.rows_of(examples[:4])}
     changes = {"use_liger_kernel": True, "max_steps": 1, "gradient_accumulation_steps": 1}
-    trainer = sft(folder, size, parts, **changes)
-    found = figures(trainer)
+    given = trainers.case("SFT", parts, section={"mlp_tiles": 2}, **changes)
+    trainer = trainers.build(folder, given, size)
+    trainer.train()
     assert trainer.model.model.norm.forward.__module__.startswith("liger_kernel.")
-    return found
+    return trainers.untimed(trainer.state.log_history)
 
 
 def with_liger(**changes):

@@ -1,4 +1,4 @@
-"""A model of every type of transformers that takes pictures or sounds, on the meta device, from its real config."""
+"""A model of every type of transformers that takes images or audio, on the meta device, from its real config."""
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
@@ -16,7 +16,7 @@ UNTRIED = {
     **dict.fromkeys(LACKING, "its default config lacks values"),
     "evolla": "AutoModelForMultimodalLM does not know it",
     **dict.fromkeys(
-        ("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2"), "takes no text without pictures"
+        ("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2"), "takes no text without images"
     ),
     **dict.fromkeys(("pi0", "voxtral_realtime"), "needs another input than tokens"),
     **dict.fromkeys(OF_TWO, "is an encoder and a decoder"),

@@ -48,18 +48,8 @@ def angles(positions, dim, base=100.0):
 
 
 def eager_attention_forward(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling,
-    dropout=0.0,
-    softcap=None,
-    position_bias=None,
-    s_aux=None,
-    **kwargs,
-):
+    module, query, key, value, attention_mask, scaling, dropout=0.0, softcap=None, position_bias=None, s_aux=None, **_
+):  # fmt: skip
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(2, 3) * scaling
@@ -82,11 +72,8 @@ class OddAttention(nn.Module):
         self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
         self.attention_dropout, self.scaling = config.attention_dropout, config.head_dim**-0.5
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        heads, kv_heads, values = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            self.value_dim or self.head_dim,
-        )
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.heads, values = (heads, kv_heads, kv_heads), self.value_dim or self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * values, bias=False)
@@ -97,16 +84,11 @@ class OddAttention(nn.Module):
         return self.o_proj(self.attend(q, k, v, attention_mask, **self.options(q), **kwargs).flatten(2))
 
     def states(self, hidden, position_ids):
-        heads = hidden.shape[1]
         q, k, v = (
-            proj(hidden).unflatten(-1, (number, -1)).transpose(1, 2)
-            for proj, number in (
-                (self.q_proj, self.config.num_attention_heads),
-                (self.k_proj, self.config.num_key_value_heads),
-                (self.v_proj, self.config.num_key_value_heads),
-            )
+            proj(hidden).unflatten(-1, (-1, proj.out_features // heads)).transpose(1, 2)
+            for proj, heads in zip((self.q_proj, self.k_proj, self.v_proj), self.heads, strict=True)
         )
-        return *self.rotate(q, k, position_ids, heads), v
+        return *self.rotate(q, k, position_ids, hidden.shape[1]), v
 
     def rotate(self, q, k, position_ids, tokens):
         cos, sin = angles(position_ids, self.head_dim)
@@ -262,73 +244,40 @@ def _class(name, outer, slots):
 # tokens that meet outside of attention
 
 
-@of("refused", "mixer")
-class Convolution(nn.Module):
+class Mixer(nn.Module):
+    """Calls a function with a module inside, and with hidden states."""
+
     def __init__(self, dim):
         super().__init__()
-        self.conv = nn.Conv1d(dim, dim, 3, padding=2, groups=dim)
+        self.inner = self.module(dim)
 
     def forward(self, hidden):
-        return self.conv(hidden.transpose(1, 2))[..., : hidden.shape[1]].transpose(1, 2)
+        return self.mix(self.inner, hidden)
 
 
-@of("refused", "mixer")
-class RunningMean(nn.Identity):
-    def forward(self, hidden):
-        return hidden.cumsum(1) / torch.arange(1, hidden.shape[1] + 1)[:, None]
-
-
-@of("refused", "mixer")
-class Roll(nn.Identity):
-    def forward(self, hidden):
-        return F.pad(hidden[:, :-1], (0, 0, 1, 0))
-
-
-@of("refused", "mixer")
-class RecurrentCell(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.cell = nn.GRU(dim, dim, batch_first=True)
-
-    def forward(self, hidden):
-        return self.cell(hidden)[0]
-
-
-@of("refused", "mixer")
-class BatchNorm(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(dim)
-
-    def forward(self, hidden):
-        return self.norm(hidden.transpose(1, 2)).transpose(1, 2)
-
-
-@of("refused", "mixer")
-class Pooling(nn.Identity):
-    def forward(self, hidden):
-        return F.avg_pool1d(F.pad(hidden.transpose(1, 2), (2, 0)), 3, stride=1).transpose(1, 2)
-
-
-@of("refused", "mixer")
-class NormOverSequence(nn.Identity):
-    def forward(self, hidden):
-        return (hidden - hidden.mean(1, keepdim=True)) / (hidden.std(1, keepdim=True) + 1)
-
-
-@of("refused", "mixer")
-class SoftmaxOverTokens(nn.Identity):
-    def forward(self, hidden):
-        return hidden * hidden.softmax(1)
-
-
-@of("refused", "mixer")
-class SortedTokens(nn.Identity):
+def of_most_tokens(_, x):
     """Only the half of tokens with the largest norm goes through (mixture of depths)."""
+    sizes = x.norm(dim=-1)
+    return x * (sizes >= sizes.median(1, keepdim=True).values)[..., None]
 
-    def forward(self, hidden):
-        sizes = hidden.norm(dim=-1)
-        return hidden * (sizes >= sizes.median(1, keepdim=True).values)[..., None]
+
+# name -> (dim -> a module, (that module, hidden states) -> hidden states)
+MIXERS = {
+    "Convolution": (
+        lambda dim: nn.Conv1d(dim, dim, 3, padding=2, groups=dim),
+        lambda conv, x: conv(x.mT)[..., : x.shape[1]].mT,
+    ),
+    "RecurrentCell": (lambda dim: nn.GRU(dim, dim, batch_first=True), lambda cell, x: cell(x)[0]),
+    "BatchNorm": (nn.BatchNorm1d, lambda norm, x: norm(x.mT).mT),
+    "RunningMean": (nn.Identity, lambda _, x: x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]),
+    "Roll": (nn.Identity, lambda _, x: F.pad(x[:, :-1], (0, 0, 1, 0))),
+    "Pooling": (nn.Identity, lambda _, x: F.avg_pool1d(F.pad(x.mT, (2, 0)), 3, stride=1).mT),
+    "NormOverSequence": (nn.Identity, lambda _, x: (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1)),
+    "SoftmaxOverTokens": (nn.Identity, lambda _, x: x * x.softmax(1)),
+    "SortedTokens": (nn.Identity, of_most_tokens),
+}
+for name, (module, mix) in MIXERS.items():
+    of("refused", "mixer")(_class(name, Mixer, {"module": staticmethod(module), "mix": staticmethod(mix)}))
 
 
 @of("refused", "embed")
@@ -350,7 +299,7 @@ class LogitsOverTokens(OddForCausalLM):
 class HookOfClass(OddForCausalLM):
     def __init__(self, config):
         super().__init__(config)
-        self.model.layers[0].register_forward_hook(lambda module, args, output: output.roll(1, 1))
+        hook_of_instance(self)
 
 
 @of("refused")
@@ -367,20 +316,23 @@ def forward_of_instance(model):
 # what attention sees
 
 
-@of("refused", "self_attn")
-class LooksAhead(OddModel):
+class OwnMask(OddModel):
     def masked(self, mask, hidden):
-        tokens = hidden.shape[1]
-        return torch.full((tokens, tokens), LOWEST).triu(2)[None, None]
+        at = torch.arange(hidden.shape[1])
+        seen = self.sees(at[:, None], at)
+        return (torch.where(seen, 0.0, LOWEST) if seen.dtype == torch.bool else seen)[None, None]
 
 
-@of("refused", "self_attn")
-class Prefix(OddModel):
-    """The first tokens see one another."""
-
-    def masked(self, mask, hidden):
-        tokens = torch.arange(hidden.shape[1])
-        return torch.where((tokens[:, None] >= tokens) | (tokens < 6), 0.0, LOWEST)[None, None]
+# name -> (outcome, (queries, keys) -> which keys each sees, or what is added to scores)
+MASKS = {
+    "LooksAhead": ("refused", lambda q, k: k <= q + 1),
+    "Prefix": ("refused", lambda q, k: (k <= q) | (k < 6)),
+    "WindowByBlock": ("refused", lambda q, k: (k <= q) & (q // 8 - k // 8 <= 1)),
+    "Chunks": ("either", lambda q, k: (k <= q) & (q // 8 == k // 8)),
+    "MaskOfValues": ("refused", lambda q, k: torch.where(k <= q, -0.3 * (q - k), LOWEST)),  # ALiBi
+}
+for name, (outcome, sees) in MASKS.items():
+    of(outcome, "self_attn" * (outcome == "refused"))(_class(name, OwnMask, {"sees": staticmethod(sees)}))
 
 
 class ByMaker(OddModel):
@@ -388,45 +340,17 @@ class ByMaker(OddModel):
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         embeds = self.embed_tokens(input_ids)
-        mask = create_causal_mask(self.config, embeds, attention_mask, None, position_ids, **self.overlays())
+        mask = create_causal_mask(self.config, embeds, attention_mask, None, position_ids, **self.overlay)
         return super().forward(input_ids, attention_mask=mask, position_ids=position_ids, **kwargs)
 
 
-@of("refused", "self_attn")
-class PrefixByMaker(ByMaker):
-    def overlays(self):
-        return {"or_mask_function": lambda row, head, query, key: key < 6}
-
-
-@of("refused", "not one interval")
-class DilatedByMaker(ByMaker):
-    def overlays(self):
-        return {"and_mask_function": lambda row, head, query, key: (query - key) % 2 == 0}
-
-
-@of("refused", "neither all before it")
-class NearByMaker(ByMaker):
-    """A window that its config does not have."""
-
-    def overlays(self):
-        return {"and_mask_function": lambda row, head, query, key: query - key < 7}
-
-
-@of("refused", "self_attn")
-class WindowByBlock(OddModel):
-    """A token sees its block and the one before."""
-
-    def masked(self, mask, hidden):
-        tokens = torch.arange(hidden.shape[1])
-        seen = (tokens[:, None] >= tokens) & (tokens[:, None] // 8 - tokens // 8 <= 1)
-        return torch.where(seen, 0.0, LOWEST)[None, None]
-
-
-@of("either")
-class Chunks(OddModel):
-    def masked(self, mask, hidden):
-        tokens = torch.arange(hidden.shape[1])
-        return torch.where((tokens[:, None] >= tokens) & (tokens[:, None] // 8 == tokens // 8), 0.0, LOWEST)[None, None]
+MAKERS = {  # the last is a window that its config does not have
+    "PrefixByMaker": ("self_attn", {"or_mask_function": lambda row, head, query, key: key < 6}),
+    "DilatedByMaker": ("not one interval", {"and_mask_function": lambda row, head, query, key: (query - key) % 2 == 0}),
+    "NearByMaker": ("neither all before it", {"and_mask_function": lambda row, head, query, key: query - key < 7}),
+}
+for name, (place, overlay) in MAKERS.items():
+    of("refused", place)(_class(name, ByMaker, {"overlay": overlay}))
 
 
 @of("refused", "self_attn")
@@ -456,100 +380,62 @@ class MixedKeys(OddAttention):
 
 
 class Kept(OddAttention):
-    """Attends to keys that another layer kept: those of the layer `away` from this one."""
+    """Attends to the keys that another layer kept last: in this forward, or in the one before."""
 
-    away = 0
-
-    def attend(self, q, k, v, attention_mask, **kwargs):
-        kept = kwargs.pop("kept")
-        kept[self.layer_idx] = k
-        return super().attend(q, kept.get(self.layer_idx + self.away, k), v, attention_mask, **kwargs)
-
-
-class Keeping(OddModel):
-    def forward(self, input_ids=None, **kwargs):
-        return super().forward(input_ids, kept={}, **kwargs)
-
-
-def keeping(attention):
-    layer = _class(f"{attention.__name__}Layer", OddLayer, {"attention_type": attention})
-    return _class(f"{attention.__name__}Model", Keeping, {"layer_type": layer})
-
-
-@of("either")
-class KeysOfLayerBefore(OddForCausalLM):
-    """Of the same tokens, so that sharing gets it right."""
-
-    base_type = keeping(_class("KeptBefore", Kept, {"away": -1}))
-
-
-class KeptNext(Kept):
-    """Attends to the keys that the next layer had in the forward before."""
-
-    away, kept = 1, {}
+    kept = None  # of each layer
 
     def attend(self, q, k, v, attention_mask, **kwargs):
         old = self.kept.get(1 - self.layer_idx)
-        self.kept[self.layer_idx] = k.detach()
-        fits = self.layer_idx == 0 and old is not None and old.shape == k.shape
-        return OddAttention.attend(self, q, old if fits else k, v, attention_mask, **kwargs)
+        self.kept[self.layer_idx] = k if self.now else k.detach()
+        fits = self.layer_idx == self.now and old is not None and old.shape == k.shape
+        return super().attend(q, old if fits else k, v, attention_mask, **kwargs)
 
 
-@of("either")
-class KeysOfNextLayer(OddLayer):
-    attention_type = KeptNext
+for name, now in (("KeysOfLayerBefore", 1), ("KeysOfNextLayer", 0)):  # of the same tokens, so that sharing is right
+    of("either")(_class(name, Kept, {"now": now, "kept": {}}))
 
 
 @of("refused", "self_attn")
 class OutsideInterface(OddAttention):
     def attend(self, q, k, v, attention_mask, **kwargs):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scaling, enable_gqa=True).transpose(
-            1, 2
-        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scaling, enable_gqa=True)
+        return out.transpose(1, 2)
 
 
-@of("refused", "self_attn")
-class Bias(OddAttention):
-    """A bias of distances, in a keyword."""
+def distances(module, q):
+    tokens = torch.arange(q.shape[2])
+    return -0.3 * (tokens[:, None] - tokens).abs().float()
+
+
+# name -> (outcome, keyword of attention's function, (module, q) -> its value)
+OPTIONS = {
+    "Bias": ("refused", "position_bias", distances),
+    "SinkOfQuery": ("refused", "s_aux", lambda module, q: q.sum(-1, keepdim=True)),  # and not of a head
+    "ScaleOfLength": ("refused", "scaling", lambda module, q: module.scaling * math.log(q.shape[2])),
+    "SoftcapOfLength": ("refused", "softcap", lambda module, q: q.shape[2] / 16),
+    "ScaleOfItsOwn": ("exact", "scaling", lambda module, q: 0.7),
+    "Softcap": ("exact", "softcap", lambda module, q: 2.0),
+}
+for name, (outcome, keyword, value) in OPTIONS.items():
+    options = {"options": lambda self, q, keyword=keyword, value=value: {keyword: value(self, q)}}
+    of(outcome, "self_attn" * (outcome == "refused"))(_class(name, OddAttention, options))
+
+
+@of("exact")
+class Sinks(OddAttention):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.sinks = nn.Parameter(torch.randn(config.num_attention_heads))
 
     def options(self, q):
-        tokens = torch.arange(q.shape[2])
-        return {"position_bias": -0.3 * (tokens[:, None] - tokens).abs().float()}
+        return {"s_aux": self.sinks}
 
 
-@of("refused", "self_attn")
-class MaskOfValues(OddModel):
-    """The bias in the mask (ALiBi)."""
+@of("exact")
+class NarrowValues(OddAttention):
+    """Heads of values are smaller than those of keys, as in latent attention."""
 
-    def masked(self, mask, hidden):
-        tokens = torch.arange(hidden.shape[1])
-        distance = tokens[:, None] - tokens
-        return torch.where(distance >= 0, -0.3 * distance, LOWEST)[None, None]
-
-
-@of("refused", "self_attn")
-class SinkOfQuery(OddAttention):
-    """A sink for each token, and not for each head."""
-
-    def options(self, q):
-        return {"s_aux": q.sum(-1, keepdim=True)}
-
-
-@of("refused", "self_attn")
-class ScaleOfLength(OddAttention):
-    def options(self, q):
-        return {"scaling": self.scaling * math.log(q.shape[2])}
-
-
-@of("refused", "self_attn")
-class SoftcapOfLength(OddAttention):
-    def options(self, q):
-        return {"softcap": q.shape[2] / 16}
-
-
-@of("refused", "attention_dropout", config={"attention_dropout": 0.1})
-class Dropout(OddForCausalLM):
-    pass
+    value_dim = 4
 
 
 # positions
@@ -562,14 +448,20 @@ class AbsolutePositions(OddModel):
         return hidden + torch.sin(at[:, None] / (1 + torch.arange(hidden.shape[2])))
 
 
-@of("refused")
-class LearnedPositions(OddModel):
+@of("exact")
+class LearnedFromPositionIds(OddModel):
     def __init__(self, config):
         super().__init__(config)
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
 
     def embedded(self, hidden, position_ids, input_ids):
-        return hidden + self.positions(torch.arange(hidden.shape[1]))
+        return hidden + self.positions(position_ids)
+
+
+@of("refused")
+class LearnedPositions(LearnedFromPositionIds):
+    def embedded(self, hidden, position_ids, input_ids):
+        return super().embedded(hidden, torch.arange(hidden.shape[1]), input_ids)
 
 
 @of("refused", "self_attn")
@@ -587,44 +479,36 @@ class RopeOfLength(OddAttention):
         return rotated(q, cos, sin), rotated(k, cos, sin)
 
 
+@of("exact")
+class NoPositionsInOneLayer(OddAttention):
+    def rotate(self, q, k, position_ids, tokens):
+        return (q, k) if self.layer_idx else super().rotate(q, k, position_ids, tokens)
+
+
 # the loss
 
 
-def token_losses(logits, labels, shift_labels):
-    labels = F.pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
-    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none"), labels != -100
+class OwnLoss(OddForCausalLM):
+    def loss(self, hidden, logits, labels, shift_labels=None, **kwargs):
+        mean = super().loss(hidden, logits, labels, shift_labels=shift_labels, **kwargs)
+        shifted = F.pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
+        losses = F.cross_entropy(logits.transpose(1, 2), shifted, reduction="none")
+        return self.of_tokens(hidden, logits, labels, mean, losses, shifted != -100)
 
 
-@of("either")
-class LossOfPairs(OddForCausalLM):
-    """Pushes apart the states of tokens that follow one another."""
-
-    def loss(self, hidden, logits, labels, **kwargs):
-        return super().loss(hidden, logits, labels, **kwargs) + 0.1 * (hidden[:, 1:] * hidden[:, :-1]).mean()
-
-
-@of("either")
-class LossNotShifted(OddForCausalLM):
-    def loss(self, hidden, logits, labels, **kwargs):
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-@of("either")
-class LossBySequence(OddForCausalLM):
-    """The mean of the rows' means."""
-
-    def loss(self, hidden, logits, labels, shift_labels=None, num_items_in_batch=None):
-        losses, counted = token_losses(logits, labels, shift_labels)
-        return ((losses * counted).sum(1) / counted.sum(1).clamp(min=1)).mean()
-
-
-@of("either")
-class LossOfMaximum(OddForCausalLM):
-    """The tokens that are hardest count alone."""
-
-    def loss(self, hidden, logits, labels, shift_labels=None, num_items_in_batch=None):
-        losses, counted = token_losses(logits, labels, shift_labels)
-        return (losses * counted).flatten().topk(5).values.mean()
+# (hidden states, logits, labels, mean loss, losses of tokens, which of them count) -> the loss
+LOSSES = {
+    "LossOfPairs": lambda hidden, logits, labels, mean, *_: mean + 0.1 * (hidden[:, 1:] * hidden[:, :-1]).mean(),
+    "LossNotShifted": lambda hidden, logits, labels, *_: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+    "LossBySequence": lambda hidden, logits, labels, mean, losses, counted: (
+        (losses * counted).sum(1) / counted.sum(1).clamp(min=1)
+    ).mean(),
+    "LossOfMaximum": lambda hidden, logits, labels, mean, losses, counted: (
+        (losses * counted).flatten().topk(5).values.mean()
+    ),
+}
+for name, loss in LOSSES.items():
+    of("either")(_class(name, OwnLoss, {"of_tokens": staticmethod(loss)}))
 
 
 # experts
@@ -640,30 +524,21 @@ class Routed(OddMLP):
         first, second = self.weights(self.router(hidden)).unbind(-1)
         return first[..., None] * super().forward(hidden) + second[..., None] * self.other(hidden)
 
-    def weights(self, scores):
-        return scores.softmax(-1)
 
-
-@of("exact")
-class Experts(Routed):
-    pass
-
-
-@of("refused", "mlp")
-class BalancedOverSequence(Routed):
-    """Each expert gets the same weight of all tokens together (Sinkhorn)."""
-
-    def weights(self, scores):
-        return scores.softmax(1) * scores.shape[1] / 2
-
-
-@of("refused", "mlp")
-class Capacity(Routed):
+def of_first_tokens(scores):
     """An expert takes the first tokens that chose it."""
+    chosen = F.one_hot(scores.argmax(-1), 2)
+    return scores.softmax(-1) * (chosen.cumsum(1) <= 10) * chosen
 
-    def weights(self, scores):
-        chosen = F.one_hot(scores.argmax(-1), 2)
-        return scores.softmax(-1) * (chosen.cumsum(1) <= 10) * chosen
+
+# name -> (outcome, scores -> weights); each expert gets the same weight of all tokens together (Sinkhorn)
+ROUTERS = {
+    "Experts": ("exact", lambda scores: scores.softmax(-1)),
+    "BalancedOverSequence": ("refused", lambda scores: scores.softmax(1) * scores.shape[1] / 2),
+    "Capacity": ("refused", of_first_tokens),
+}
+for name, (outcome, weights) in ROUTERS.items():
+    of(outcome, "mlp" * (outcome == "refused"))(_class(name, Routed, {"weights": staticmethod(weights)}))
 
 
 # a tested family, and more in it
@@ -676,79 +551,24 @@ class OddLlama(LlamaForCausalLM):
         super().__init__(LlamaConfig(**{name: sizes[name] for name in names}, attn_implementation="eager"))
 
 
-@of("exact")
-class PlainLlama(OddLlama):
-    pass
-
-
 @of("refused", "layers.0.mlp")
 class LlamaWithConvolution(OddLlama):
     def __init__(self, config):
         super().__init__(config)
-        self.model.layers[0].mlp = nn.Sequential(self.model.layers[0].mlp, Convolution(self.config.hidden_size))
+        self.model.layers[0].mlp = nn.Sequential(self.model.layers[0].mlp, Convolution(self.config.hidden_size))  # noqa: F821
 
 
 @of("refused", base=OddLlama)
 def llama_with_a_hook(model):
-    model.model.layers[0].register_forward_hook(lambda module, args, output: output.roll(1, 1))
+    hook_of_instance(model)
 
 
-# what is right
+# what only the config says, and what is right
 
-
-@of("exact")
-class Plain(OddForCausalLM):
-    pass
-
-
-@of("exact")
-class ScaleOfItsOwn(OddAttention):
-    def options(self, q):
-        return {"scaling": 0.7}
-
-
-@of("exact")
-class Softcap(OddAttention):
-    def options(self, q):
-        return {"softcap": 2.0}
-
-
-@of("exact", config={"num_key_value_heads": 1})
-class OneKeyHead(OddForCausalLM):
-    pass
-
-
-@of("exact")
-class NarrowValues(OddAttention):
-    """Heads of values are smaller than those of keys, as in latent attention."""
-
-    value_dim = 4
-
-
-@of("exact")
-class NoPositionsInOneLayer(OddAttention):
-    def rotate(self, q, k, position_ids, tokens):
-        return (q, k) if self.layer_idx else super().rotate(q, k, position_ids, tokens)
-
-
-@of("exact")
-class Sinks(OddAttention):
-    def __init__(self, config, layer_idx):
-        super().__init__(config, layer_idx)
-        self.sinks = nn.Parameter(torch.randn(config.num_attention_heads))
-
-    def options(self, q):
-        return {"s_aux": self.sinks}
-
-
-@of("exact")
-class LearnedFromPositionIds(OddModel):
-    def __init__(self, config):
-        super().__init__(config)
-        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-
-    def embedded(self, hidden, position_ids, input_ids):
-        return hidden + self.positions(position_ids)
+of("exact")(_class("PlainLlama", OddLlama, {}))
+of("exact")(_class("Plain", OddForCausalLM, {}))
+of("exact", config={"num_key_value_heads": 1})(_class("OneKeyHead", OddForCausalLM, {}))
+of("refused", "attention_dropout", config={"attention_dropout": 0.1})(_class("Dropout", OddForCausalLM, {}))
 
 
 def build(name):

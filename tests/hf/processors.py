@@ -1,4 +1,4 @@
-"""Processors of small copies of models with pictures, made of their configs without a hub."""
+"""Processors of small copies of models with images, made of their configs without a hub."""
 
 import functools
 
@@ -42,8 +42,8 @@ def tokenizer_of(config, **special):
     )
 
 
-def without_films(kind):
-    """Return a processor's class that wants no processor of films, which would need torchvision."""
+def without_videos(kind):
+    """Return a processor's class that wants no processor of videos, which would need torchvision."""
     return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
 
 
@@ -67,7 +67,7 @@ def _qwen(kind, config):
     names = {"vision_start": "vision_start", "vision_end": "vision_end", "image_pad": "image", "video_pad": "video"}
     special = {key: (f"<|{key}|>", getattr(config, f"{name}_token_id")) for key, name in names.items()}
     vision = config.vision_config
-    return without_films(kind)(
+    return without_videos(kind)(
         Qwen2VLImageProcessorPil(
             patch_size=vision.patch_size,
             temporal_patch_size=vision.temporal_patch_size,
@@ -113,7 +113,7 @@ def _internvl(config):
     special = {name: (word, 80 + i) for i, (name, word) in enumerate(words.items())}
     special["context_image_token"] = "<context>", config.image_token_id
     (side, _), (patch, _) = config.vision_config.image_size, config.vision_config.patch_size
-    return without_films(InternVLProcessor)(
+    return without_videos(InternVLProcessor)(
         GotOcr2ImageProcessorPil(**_square(side), max_patches=3),
         tokenizer_of(config, **special),
         None,
@@ -122,7 +122,7 @@ def _internvl(config):
     )
 
 
-# type -> a processor of its small copy. In one dimension all patches; pictures; with types of tokens; in rows that are
+# type -> a processor of its small copy. In one dimension all patches; images; with types of tokens; in rows that are
 # padded; tiles
 PROCESSORS = {
     "qwen2_5_vl": functools.partial(_qwen, Qwen2_5_VLProcessor),
@@ -135,8 +135,8 @@ PROCESSORS = {
 
 
 def drawn(number):
-    """Return a picture of four colors, high or wide."""
-    picture = Image.new("RGB", (2, 2))
+    """Return an image of four colors, high or wide."""
+    image = Image.new("RGB", (2, 2))
     for at in range(4):
-        picture.putpixel((at % 2, at // 2), tuple((37 * number + 59 * at + 83 * color) % 256 for color in range(3)))
-    return picture.resize((64, 64) if number % 3 else (128, 64), Image.Resampling.NEAREST)
+        image.putpixel((at % 2, at // 2), tuple((37 * number + 59 * at + 83 * color) % 256 for color in range(3)))
+    return image.resize((64, 64) if number % 3 else (128, 64), Image.Resampling.NEAREST)

@@ -21,10 +21,21 @@ from hf_integration import PackingCollator, Packs, SequenceParallelMixin, job_of
 from hf_integration.trainer.job import longest_example
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.grids import each_then_rest
-from tests.hf import trl_runs
 from tests.hf.families import model_of
 from tests.hf.llama import gap, llama, one_process, ragged, settings, small, step
-from tests.hf.trainers import collate, documents, fields, make, trained
+from tests.hf.trainers import (
+    build,
+    case,
+    collate,
+    documents,
+    fields,
+    lora,
+    make,
+    policy,
+    reference,
+    save_examples,
+    trained,
+)
 from tests.launch import on_trainer_ranks as on_ranks
 from tests.words import missing
 
@@ -218,19 +229,19 @@ def objectives(folder):
 
     grpo = {"num_generations": 4, "steps_per_generation": 3, "max_completion_length": 16, "beta": 0.1}
     given = fields(4, {"size": 1}, bf16=False, **grpo)
-    policy = trl_runs.policy()
-    policy.save_pretrained(f"{folder}/reference")  # from where trl loads it
-    policy.config._name_or_path = f"{folder}/reference"
+    model = policy()
+    model.save_pretrained(f"{folder}/reference")  # from where trl loads it
+    model.config._name_or_path = f"{folder}/reference"
     prompts = datasets.Dataset.from_list([{"prompt": "a"}] * 12)
     made = {
         "texts": Texts(
-            model=trl_runs.policy(), args=trl.SFTConfig(f"{folder}/sft", **fields(4, {"size": 1}, bf16=False)),
+            model=policy(), args=trl.SFTConfig(f"{folder}/sft", **fields(4, {"size": 1}, bf16=False)),
             processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=prompts.rename_column("prompt", "text"),
         ),
-        "pairs": trl_runs.made(folder, "DPO", 1, trl_runs.reference),
-        "adapters": trl_runs.made(folder, "DPO", 1, trl_runs.lora),
+        "pairs": build(f"{folder}/pairs", case("DPO", reference), 1),
+        "adapters": build(f"{folder}/adapters", case("DPO", lora), 1),
         "rollouts": Rollouts(
-            model=policy, args=trl.GRPOConfig(f"{folder}/grpo", **given), reward_funcs=lambda **_: [0.0] * 12,
+            model=model, args=trl.GRPOConfig(f"{folder}/grpo", **given), reward_funcs=lambda **_: [0.0] * 12,
             processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=prompts,
         ),
     }  # fmt: skip
@@ -243,12 +254,12 @@ def objectives(folder):
 
 @pytest.mark.slow  # three Trainers of trl's, for what is read of them
 def test_a_trainer_of_trls_says_what_its_steps_compute(tmp_path):
-    trl_runs.save_examples(tmp_path)
+    save_examples(tmp_path)
     (found,) = on_ranks(1, objectives, tmp_path)
     assert found["texts"] == (4, Objective(head="fused", triton=False))
     pairs = {"rows": 2, "head": "fused", "triton": False}
-    assert found["pairs"] == (trl_runs.SEQUENCES, Objective(reference=True, **pairs))
-    assert found["adapters"] == (trl_runs.SEQUENCES, Objective(**pairs))
+    assert found["pairs"] == (4, Objective(reference=True, **pairs))
+    assert found["adapters"] == (4, Objective(**pairs))
     rows = {"head": "fused", "triton": False, "reference": True, "generated": 12, "completion": 16}
     assert found["rollouts"] == (4, Objective(**rows))
 

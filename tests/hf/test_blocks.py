@@ -57,7 +57,7 @@ def test_padding_is_in_no_block():
     assert blocks_of(function, (1, 8), padding, torch.device("cpu")).spans == ((2, 4), (6, 8))
 
 
-def test_pictures_that_see_one_another_are_refused():
+def test_images_that_see_one_another_are_refused():
     function = or_masks(causal_mask_function, blockwise_overlay(torch.tensor([[-1, 0, 0, -1, 0, 0]])))
     with pytest.raises(InputError, match="one interval"):
         blocks_of(function, (1, 6), None, torch.device("cpu"))

@@ -21,10 +21,10 @@ from tests import scripts
 from tests.dist.ranks import refusal
 from tests.hf import trainers
 from tests.hf.llama import MODES, norm, one_process, ragged, settings, small
-from tests.hf.test_trainer_scripts import set_by_accelerate
 from tests.hf.test_whole_loops import MODEL
 from tests.launch import on_engine_ranks as on_ranks
 from tests.launch import on_trainer_ranks
+from tests.scripts import set_by_accelerate
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")

@@ -18,8 +18,8 @@ from tests.dist.ranks import is_one_sentence
 from tests.dist.test_ends import prints
 from tests.faults.__main__ import Case, judged
 from tests.faults.ranks import RESUMING, SAVING, TRAINING
-from tests.hf.test_trainer_scripts import EXAMPLE, ROOT, save_texts
 from tests.launch import on_ranks
+from tests.scripts import EXAMPLE, ROOT, save_texts
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")

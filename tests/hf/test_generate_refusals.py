@@ -35,69 +35,54 @@ IDS = torch.arange(24).view(2, 12)
 NEW = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
-def on_wrong(rank, right, wrong):
-    return wrong if rank == WRONG else right
+def asks(wrong=None, **given):
+    """Every rank generates with what is given; the wrong rank with what is wrong too."""
+    return lambda model, rank: model.generate(IDS, **{**NEW, **given, **((rank == WRONG and wrong) or {})})
 
 
-def asks(**given):
-    return lambda model, rank: model.generate(IDS, **NEW, **given)
+def warmers(temperature):
+    return LogitsProcessorList([TemperatureLogitsWarper(temperature)])
 
 
-ALONE = "whole_sequences(model)"
+ALL_TOLD, ONE_TOLD = (functools.partial(told, kind="ConfigError") for told in (everywhere, only_one))
 BEHIND = (torch.arange(12) < 12 - 3 * torch.arange(2)[:, None]).long()  # a mask with padding behind the second prompt
-ENDS_IN_PADDING = everywhere("padding behind a prompt", "padding_side = 'left'", ALONE, kind="ConfigError")
+ENDS_IN_PADDING = ALL_TOLD("padding behind a prompt", "whole_sequences(model)")
 # what is called, with a model and a rank -> what the ranks are told
 TABLE = {
-    "other prompts": (lambda model, rank: model.generate(IDS + rank), differ("other prompts", "input_ids", ALONE)),
+    "other prompts": (lambda model, rank: model.generate(IDS + rank), differ("other prompts", "input_ids")),
     "longer prompts": (
-        lambda model, rank: model.generate(inputs=IDS[:, rank:], **NEW), differ("other prompts", "input_ids", ALONE)
+        lambda model, rank: model.generate(inputs=IDS[:, rank:], **NEW), differ("other prompts", "input_ids")
     ),
     "other masks": (
         lambda model, rank: model.generate(IDS, attention_mask=(rank < IDS).long(), **NEW), differ("attention_mask")
     ),
-    "other settings": (lambda model, rank: model.generate(IDS, max_new_tokens=2 + rank), differ("max_new_tokens 3")),
+    "other settings": (asks({"max_new_tokens": 4}), differ("max_new_tokens 4")),
     "a setting of the model's": (
         lambda model, rank: warm(model, rank).generate(IDS, **NEW), differ("repetition_penalty 2.0")
     ),
     "other processors": (
-        lambda model, rank: model.generate(
-            IDS, logits_processor=LogitsProcessorList([TemperatureLogitsWarper(1.5 + rank)]), **NEW
-        ),
-        differ("logits_processor [0] temperature 2.5"),
+        asks({"logits_processor": warmers(2.5)}, logits_processor=warmers(1.5)), differ("[0] temperature 2.5")
     ),
     "a forward on some ranks": (
-        lambda model, rank: on_wrong(rank, model.generate, model)(IDS), differ("calls", "arguments of generate")
+        lambda model, rank: (model if rank == WRONG else model.generate)(IDS), differ("calls", "arguments of generate")
     ),
-    "no config on some ranks": (
-        lambda model, rank: model.generate(IDS, generation_config=on_wrong(rank, None, 5)), only_one("AttributeError")
-    ),
-    "a tuple for a cache on some ranks": (
-        lambda model, rank: model.generate(IDS, past_key_values=on_wrong(rank, None, (1,))),
-        only_one("DynamicCache", "a tuple", kind="ConfigError"),
-    ),
-    "a streamer beside beams on one rank": (
-        lambda model, rank: model.generate(IDS, num_beams=2, streamer=on_wrong(rank, None, BaseStreamer()), **NEW),
-        only_one("streamer", "beam search", kind="ConfigError"),
-    ),
+    "no config on some ranks": (asks({"generation_config": 5}), only_one("AttributeError")),
+    "a tuple for a cache on some ranks": (asks({"past_key_values": (1,)}), ONE_TOLD("a tuple")),
+    "a streamer beside beams on one rank": (asks({"streamer": BaseStreamer()}, num_beams=2), ONE_TOLD("streamer")),
     "a tokenizer on one rank": (
-        lambda model, rank: model.generate(IDS, stop_strings=["a"], tokenizer=on_wrong(rank, None, "letters"), **NEW),
-        differ("tokenizer"),
+        asks({"tokenizer": "letters"}, stop_strings=["a"], tokenizer=None), differ("tokenizer")
     ),
-    "assistants": (asks(assistant_model=small()), everywhere("an assistant_model", ALONE, kind="ConfigError")),
-    "lookup": (asks(prompt_lookup_num_tokens=2), everywhere("assisted generation", ALONE, kind="ConfigError")),
-    "contrastive": (asks(penalty_alpha=0.6, top_k=4), everywhere("contrastive search", ALONE, kind="ConfigError")),
-    "functions": (asks(custom_generate=print), everywhere("custom_generate", ALONE, kind="ConfigError")),
-    "static": (asks(cache_implementation="static"), everywhere("'static'", ALONE, kind="ConfigError")),
-    "quantized": (asks(cache_implementation="quantized"), everywhere("'quantized'", ALONE, kind="ConfigError")),
-    "paged": (asks(cache_implementation="paged"), everywhere("'paged'", ALONE, kind="ConfigError")),
-    "a static one": (
-        asks(past_key_values=StaticCache(small().config, 32)), everywhere("a StaticCache", ALONE, kind="ConfigError")
-    ),
-    "an offloaded one": (
-        asks(past_key_values=DynamicCache(offloading=True)), everywhere("with offloading", ALONE, kind="ConfigError")
-    ),
-    "weights": (asks(output_attentions=True), everywhere("output_attentions", ALONE, kind="ConfigError")),
-    "pictures": (asks(pixel_values=torch.ones(2, 3, 4, 4)), everywhere("pixel_values", ALONE, kind="ConfigError")),
+    "assistants": (asks(assistant_model=small()), ALL_TOLD("an assistant_model")),
+    "lookup": (asks(prompt_lookup_num_tokens=2), ALL_TOLD("assisted generation")),
+    "contrastive": (asks(penalty_alpha=0.6, top_k=4), ALL_TOLD("contrastive search")),
+    "functions": (asks(custom_generate=print), ALL_TOLD("custom_generate")),
+    "static": (asks(cache_implementation="static"), ALL_TOLD("'static'")),
+    "quantized": (asks(cache_implementation="quantized"), ALL_TOLD("'quantized'")),
+    "paged": (asks(cache_implementation="paged"), ALL_TOLD("'paged'")),
+    "a static one": (asks(past_key_values=StaticCache(small().config, 32)), ALL_TOLD("a StaticCache")),
+    "an offloaded one": (asks(past_key_values=DynamicCache(offloading=True)), ALL_TOLD("with offloading")),
+    "weights": (asks(output_attentions=True), ALL_TOLD("output_attentions")),
+    "images": (asks(pixel_values=torch.ones(2, 3, 4, 4)), ALL_TOLD("pixel_values")),
     "padding behind": (asks(attention_mask=BEHIND), ENDS_IN_PADDING),
     "padding behind beams": (asks(attention_mask=BEHIND, num_beams=2, use_cache=False), ENDS_IN_PADDING),
     "padding behind embeddings": (
@@ -107,9 +92,7 @@ TABLE = {
         ENDS_IN_PADDING,
     ),
     "padding behind, by the token": (lambda model, rank: model.generate(IDS.flip(1), **NEW), ENDS_IN_PADDING),
-    "batches that go on": (
-        lambda model, rank: model.generate_batch([[1, 2]]), everywhere("continuous batching", ALONE, kind="ConfigError")
-    ),
+    "batches that go on": (lambda model, rank: model.generate_batch([[1, 2]]), ALL_TOLD("continuous batching")),
 }  # fmt: skip
 
 

@@ -21,9 +21,9 @@ from transformers import TrainerCallback
 from hf_integration.trainer.preemption import PreemptionCallback
 from tests import scripts
 from tests.dist.ranks import is_one_sentence
-from tests.hf.test_trainer_scripts import EXAMPLE, ROOT, save_texts
 from tests.hf.trainers import documents, end_workers, make, trained
 from tests.launch import free_port, on_trainer_ranks
+from tests.scripts import EXAMPLE, ROOT, save_texts
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LAUNCH = ROOT / "examples" / "launch"

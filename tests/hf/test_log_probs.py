@@ -1,28 +1,26 @@
 """Numbers a token of a patched model, by trl's head and by `sp.log_probs`: the plain model's, without its logits."""
 
+import functools
+import itertools
 import re
 from pathlib import Path
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
-import ds_seqpar
 from ds_seqpar.whole import WholeTensor
 from hf_integration import share_accelerator, share_sequences, whole_sequences
 from tests import grids, scripts
 from tests.dist.ranks import lacking, refusal
+from tests.hf.conformance import WAYS, Case, Way, assert_cases
 from tests.hf.families import model_of
-from tests.hf.llama import IGNORE, array, averaged, gap, settings, small, with_lora
+from tests.hf.llama import IGNORE, array, averaged, checkpointed, gap, small, with_lora
 from tests.launch import on_each_of
-from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
@@ -85,21 +83,27 @@ def by_us(sp, model, **batch):
     return sp.log_probs(model, **batch, temperature=HEAT, return_entropy=True)
 
 
-WAYS = (by_trl, by_us)
-
-
 def loss_of(numbers):
     """That weighs each number of its own, so that each has a gradient of its own."""
     draw = torch.Generator().manual_seed(9)
     return sum((x * torch.randn(x.shape, generator=draw)).sum() for x in numbers)
 
 
-def plain(model, batch):
-    """(numbers, gradients by name averaged over ranks) of the plain model."""
-    model.zero_grad()
-    numbers = by_logits(model, **batch)
-    loss_of(numbers).backward()
-    return [x.detach() for x in numbers], averaged(model)
+def weighed(numbers):
+    likely, entropy = numbers
+    return loss_of(numbers), torch.stack([likely, 2 * entropy])  # of like size
+
+
+def of_logits(model, batch):
+    return weighed(by_logits(model, **batch))
+
+
+def way(function):
+    return Way(of_logits, lambda model, sp, batch, part: weighed(function(sp, model, **batch)))
+
+
+WAYS |= {"trl's head": way(by_trl), "sp.log_probs": way(by_us)}
+BOTH = "trl's head", "sp.log_probs"
 
 
 def check(found, expected, case):
@@ -108,113 +112,66 @@ def check(found, expected, case):
         assert (number - wanted).abs().max() <= 1e-5 * wanted.abs().max(), case
 
 
-def on_engines(size, stage, family, paddings):
-    """On a rank: an engine's numbers and gradients are the plain model's, for each padding and way."""
-    section = {"size": size, "ulysses": min(size, 2)}
-    config = settings(section, stage, 1, ROWS, optimizer={"type": "SGD", "params": {"lr": 0.0}})
-    engine, *_ = ds_seqpar.initialize(model=with_trls_head(family), config=config)
-    sp, alone = engine.sequence_parallel, model_for(family)
-    for padding in paddings:
-        batch = batch_of(padding)
-        expected, gradients = plain(alone, batch)
-        for way in WAYS:
-            case, numbers = (padding, way.__name__), way(sp, engine, **batch)
-            engine.backward(loss_of(numbers))
-            check([x.detach() for x in numbers], expected, case)
-            named = engine.module.named_parameters()
-            full = {name: deepspeed.utils.safe_get_full_grad(p) for name, p in named}
-            its = {name: array(full[name]) for name in gradients}
-            assert gap(its, gradients) < 1e-5, (case, gap(its, gradients))
-            engine.step()  # by a rate of 0
+def on_engines(cases):
+    """Cases by (size, stage, family): the paddings are the micro-batches of a step."""
+    for key, given in itertools.groupby(cases, lambda case: tuple(case[axis] for axis in ENGINE)):
+        (size, stage, family), paddings = key, [case["padding"] for case in given]
+        section = {"size": size, "ulysses": min(size, 2)}
+        around = {"wrapper": f"ZeRO-{stage}", "steps": len(paddings)}
+        batch = functools.partial(batch_by, paddings)
+        yield key, Case(functools.partial(with_trls_head, family), section, batch, BOTH, **around)
 
 
-def grouped():
-    """pytest parameters: of each size [(size, stage, family, paddings)], of a cover, and marked `slow` of the rest."""
-    engines = grids.cover(**{axis: AXES[axis] for axis in ENGINE})
-    engines = [case for case in engines if case["size"] < 4 or case["family"] in ("llama", "gemma2")]
-    few = grids.cover(lambda case: {axis: case[axis] for axis in ENGINE} in engines, **AXES)
-    for cases, marks in ((few, ()), ([case for case in grids.whole(**AXES) if case not in few], pytest.mark.slow)):
-        groups = {}
-        for case in cases:
-            groups.setdefault(tuple(case[axis] for axis in ENGINE), []).append(case["padding"])
-        for size in AXES["size"]:
-            members = [(*key, paddings) for key, paddings in groups.items() if key[0] == size]
-            yield pytest.param(members, id=f"{'rest' if marks else 'few'} {size}", marks=marks)
+def batch_by(paddings, number):
+    return batch_of(paddings[number % len(paddings)])
 
 
-@pytest.mark.parametrize("cases", [*grouped()])
-def test_an_engines_numbers_and_gradients_are_the_plain_models(cases):
-    on_ranks(cases[0][0], engines, cases, timeout=300)
+ENGINES = [
+    case
+    for case in grids.cover(**{axis: AXES[axis] for axis in ENGINE})
+    if case["size"] < 4 or case["family"] in ("llama", "gemma2")
+]
+FEW = grids.cover(lambda case: {axis: case[axis] for axis in ENGINE} in ENGINES, **AXES)
+REST = [case for case in grids.whole(**AXES) if case not in FEW]
 
 
-def engines(cases):
-    for case in cases:
-        on_engines(*case)
+@pytest.mark.parametrize("cases", grids.few_then_rest(FEW, REST))
+@pytest.mark.parametrize("size", AXES["size"])
+@on_each_of("size", keep="deepspeed", timeout=300)
+def test_an_engines_numbers_and_gradients_are_the_plain_models(size, cases):
+    assert_cases(dict(on_engines(case for case in cases if case["size"] == size)))
 
 
 # --- whoever stands around the model, and whatever makes it other than plain
 
 
-def adapted(*targets):
-    return with_lora(model_for("llama"), "q_proj", *targets)
+def adapted(name, *targets):
+    return with_lora(model_for(name), *targets)
 
 
-def as_it_is(model):
-    return model
-
-
-def in_fsdp(model):
-    return fully_shard([fully_shard(layer) for layer in model.model.layers] and model)
-
-
-def with_compiled_layers(model):
-    for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
-    return model
-
-
-def in_ddp(model):
-    return DistributedDataParallel(model, find_unused_parameters=True)
-
-
-# name -> (family and what changes in it, settings of the SequenceParallel, what is called of the patched model)
-WRAPPERS = {
-    "DDP": (("llama", {}), {}, DistributedDataParallel),
-    "DDP, LoRA on the head": (("llama", {}), {}, in_ddp),
-    "FSDP2": (("llama", {}), {}, in_fsdp),
-    "tied, in loss tiles": (("llama", {"tie_word_embeddings": True}), {"loss_tiles": 3}, as_it_is),
-    "head chunks, tiled MLPs": (("qwen3", {}), {"head_chunks": 2, "mlp_tiles": 3}, as_it_is),
-    "scaled logits": (("cohere2", {}), {"ulysses": 1}, as_it_is),
-    "divided logits": (("granite", {}), {"ulysses": 1}, as_it_is),
-    "compiled": (("llama", {}), {}, with_compiled_layers),
-    "checkpoints": (("qwen3", {}), {}, as_it_is),
+TIED, TWO = functools.partial(model_for, "llama", tie_word_embeddings=True), {"size": 2}
+LLAMA, QWEN = (functools.partial(model_for, name) for name in ("llama", "qwen3"))
+OURS = {"batch": functools.partial(batch_by, ["both"]), "ways": ["sp.log_probs"]}
+AROUND = {
+    "DDP": Case(LLAMA, TWO, **OURS, wrapper="DDP"),
+    "DDP, LoRA on the head": Case(
+        functools.partial(adapted, "llama", "q_proj", "lm_head"), TWO, **OURS, wrapper="DDP, unused parameters"
+    ),
+    "FSDP2": Case(LLAMA, TWO, **OURS, wrapper="FSDP2"),
+    "tied, in loss tiles": Case(TIED, {"loss_tiles": 3}, **OURS),
+    "head chunks, tiled MLPs": Case(QWEN, {"head_chunks": 2, "mlp_tiles": 3}, **OURS),
+    "scaled logits": Case(functools.partial(model_for, "cohere2"), {"ulysses": 1}, **OURS),
+    "divided logits": Case(functools.partial(model_for, "granite"), {"ulysses": 1}, **OURS),
+    "compiled": Case(LLAMA, TWO, **OURS, wrapper="compiled layers, aot_eager"),
+    "checkpoints": Case(QWEN, TWO, **OURS, prepared=checkpointed),
 }
-FEW = ["DDP, LoRA on the head", "FSDP2", "tied, in loss tiles", "scaled logits"]
+QUICK = ["DDP, LoRA on the head", "FSDP2", "tied, in loss tiles", "scaled logits"]
 
 
-@pytest.mark.parametrize("names", grids.few_then_rest(FEW, [name for name in WRAPPERS if name not in FEW]))
+@pytest.mark.parametrize("names", grids.few_then_rest(QUICK, [name for name in AROUND if name not in QUICK]))
 @on_each_of(2, keep="deepspeed")
 def test_wrappers_and_settings_change_nothing(names):
-    for name in names:
-        (family, changes), section, wrap = WRAPPERS[name]
-        alone, model = (model_for(family, **changes) for _ in range(2))
-        if "LoRA" in name:
-            alone, model = (with_lora(x, "q_proj", "lm_head") for x in (alone, model))
-        batch = batch_of("both")
-        expected, gradients = plain(alone, batch)
-        sp = share_sequences(model, size=2, **section)
-        if name == "checkpoints":
-            model.gradient_checkpointing_enable()
-        called = wrap(model)
-        numbers = by_us(sp, called, **batch)
-        loss_of(numbers).backward()
-        check([x.detach() for x in numbers], expected, name)
-        if wrap is in_fsdp:
-            found = {name: array(p.grad.full_tensor()) for name, p in model.named_parameters()}
-        else:
-            found = averaged(model)  # of DDP's they are the same on all ranks
-        assert gap(found, gradients) < 1e-5, name
-        sp.close()
+    assert_cases({name: AROUND[name] for name in names})
 
 
 @on_each_of(2, keep="deepspeed")
@@ -282,7 +239,7 @@ def test_no_logits_exist_and_none_are_gathered():
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     chunk, utils._CHUNKED_LOGPROB_CHUNK_SIZE = utils._CHUNKED_LOGPROB_CHUNK_SIZE, 256  # of the vocabulary
     seen = {}
-    for way in (*WAYS, lambda sp, model, **batch: by_logits(model, **batch)):
+    for way in (by_trl, by_us, lambda sp, model, **batch: by_logits(model, **batch)):
         model = with_trls_head("llama", vocab_size=vocab, hidden_size=hidden, num_attention_heads=4)
         sp = share_sequences(model, size=2)
         with Largest() as seen[way]:
@@ -327,8 +284,8 @@ def test_what_has_no_such_numbers_is_refused_on_every_rank():
     ):
         refused = refusal(call)
         assert lacking(refused, kind or ("DisagreementError" if first else "InputError"), *words) == [], refused
-    expected, _ = plain(small(), batch)  # the ranks are still in step
-    check(by_us(sp, model, **batch), expected, "after all")
+    # the ranks are still in step
+    check(by_us(sp, model, **batch), by_logits(small(), **batch), "after all")
 
 
 # --- the examples

@@ -1,4 +1,4 @@
-"""Inputs with pictures and sounds for small copies of all types: the plain model learns from them."""
+"""Inputs with images and audio for small copies of all types: the plain model learns from them."""
 
 import pytest
 import torch
@@ -8,10 +8,10 @@ from hf_integration.look.small import call, layers_of, small_copy
 from tests.grids import each_then_rest
 from tests.hf.media_types import NO_BATCH, TYPES, model_of
 
-# one of each class of input: patches of all pictures in one dimension, of each in a row with their places or their
-# grid; whole pictures of one size, and of several; tiles; blocks that are bidirectional; sounds
+# one of each class of input: patches of all images in one dimension, of each in a row with their places or their
+# grid; whole images of one size, and of several; tiles; blocks that are bidirectional; audio
 KINDS = ["qwen3_vl", "gemma4", "lfm2_vl", "llava", "mistral3", "idefics3", "gemma3", "voxtral"]
-SIZED = {"qwen3_vl", "lfm2_vl", "mistral3", "idefics3"}  # of which pictures can have two sizes
+SIZED = {"qwen3_vl", "lfm2_vl", "mistral3", "idefics3"}  # of which images can have two sizes
 VALUES = ("pixel_values", "input_features", "input_values")
 
 
@@ -29,14 +29,14 @@ def values_of(batch):
 
 
 @pytest.mark.parametrize("model_type", each_then_rest(KINDS, [name for name in TYPES if name not in KINDS]))
-def test_a_small_copy_learns_from_pictures_or_sounds(model_type):
+def test_a_small_copy_learns_from_images_or_sounds(model_type):
     model, batch = batch_of(model_type)
     name = values_of(batch)
     batch[name].requires_grad_()
     loss = call(model, **batch).loss
     loss.backward()
     assert loss.isfinite()
-    assert batch[name].grad.flatten(1).any(1).all()  # through the whole tower, of each picture
+    assert batch[name].grad.flatten(1).any(1).all()  # through the whole tower, of each image
     for parameters in (_towers(model), *(layer.parameters() for layer in layers_of(model))):
         assert any(p.grad is not None and p.grad.any() for p in parameters)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def _towers(model):
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_rows_have_as_many_pictures_as_was_asked_for(model_type):
+def test_rows_have_as_many_images_as_was_asked_for(model_type):
     _, batch = batch_of(model_type, rows=((), (0,), (1, 0), (0, 0)))
     # one for each feature, and none that predicts itself
     none, one, sizes, two = (batch["labels"] == -100).sum(1).tolist()

@@ -1,5 +1,5 @@
-"""Models whose layers have a state or a convolution, over shared sequences: with the settings, copies and calls that
-models with attention alone have, and what is refused."""
+"""Models whose layers have a state or a convolution, over shared sequences: copies, calls, and what
+is refused. Their numbers: test_conformance.py."""
 
 import copy
 import functools
@@ -10,47 +10,22 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers import DynamicCache
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-import ds_seqpar
 from hf_integration import gathered_past, mixers, patch_attention, unpatch_attention, whole_sequences
 from hf_integration.look.facts import Facts
 from hf_integration.look.look import look
 from tests.dist.ranks import make, refusal
 from tests.hf import conformance
+from tests.hf.conformance import Case, assert_cases
 from tests.hf.every_type import tiny
-from tests.hf.in_fp64 import limit_beside, throughout, tiny_fp64
-from tests.hf.llama import checkpointed, frozen, settings, with_lora
-from tests.launch import on_each_of, on_engine_ranks
+from tests.launch import on_each_of
 
 pytestmark = pytest.mark.usefixtures("compiled")
 STATES = ("qwen3_next", "nemotron_h", "minimax", "lfm2")  # a delta rule, Mamba-2, lightning attention, a convolution
 
 
-def adapted(model):
-    return with_lora(model, "in_proj_qkvz", "in_proj_ba", "out_proj")
-
-
-# how a model is prepared, and settings
-CASES = {
-    "checkpoints": (lambda model: checkpointed(model, False), {}),
-    "reentrant checkpoints": (lambda model: checkpointed(model, True), {"recompute_attention": True}),
-    "offloaded checkpoints": (lambda model: checkpointed(model, False), {"offload_checkpoints": True}),
-    "head chunks": (lambda model: model, {"head_chunks": 2, "overlap": True}),
-    "LoRA": (adapted, {}),
-    "frozen": (frozen, {"recurrent_layers": "heads", "ulysses": 2}),
-}
-
-
 def outcome(model, shared, sp, kind="packed", call="sharded"):
     """Whether the logits, loss and gradients of a shared model are "exact"."""
     return conformance.compared(conformance.CALL[call](shared, sp, kind), conformance.plain(model, kind), model, kind)
-
-
-@on_each_of(2)
-def test_settings_apply_to_layers_with_a_state():
-    for case, (prepare, section) in CASES.items():
-        model, shared, sp = prepare(tiny("qwen3_next")), prepare(tiny("qwen3_next")), make(**section, prove="never")
-        patch_attention(shared, sp)
-        assert outcome(model, shared, sp) == conformance.EXACT, case
 
 
 @on_each_of(2)
@@ -182,17 +157,6 @@ def test_a_convolution_has_strides_that_causal_conv1d_takes(heads):
         assert projected.grad.sum() == 2 * 8 * tokens
 
 
-@pytest.mark.slow
-@on_each_of(2)
-def test_compiled_layers_train_alike():
-    for name in ("qwen3_next", "falcon_h1"):  # the latter has two mixers with one forward
-        model, shared, sp = tiny(name), tiny(name), make()
-        patch_attention(shared, sp)
-        for layer in shared.model.layers:
-            layer.compile(backend="eager")
-        assert outcome(model, shared, sp) == conformance.EXACT
-
-
 def test_a_look_finds_mixers():
     assert look(tiny("falcon_h1")).mixers == ("layers.*.mamba",)
     found = look(tiny("nemotron_h"))
@@ -214,31 +178,11 @@ def test_a_look_does_without_installed_kernels(monkeypatch):
     assert look(model).mixers == ("layers.*.linear_attn",)
 
 
-def stepped(name):
-    """(loss, norm of gradients) of a step of an engine, of the plain model, and of the plain one in fp64."""
-    gathered_past.ROWS = 4  # pieces, of which ranks have other numbers
-    ids = torch.arange(3, 22)[None]
-    engine, *_ = ds_seqpar.initialize(model=tiny(name), config=settings({"size": 2}, "3", 1, 1))
-    sp = engine.sequence_parallel
-    (batch,) = sp.shard_batches([{"input_ids": ids, "labels": ids}])
-    loss = engine(**batch).loss
-    engine.backward(loss)
-    found = sp.mean_loss([loss])
-    engine.step()
-    found = found, float(engine.get_global_grad_norm())
-    return found, step(tiny(name), ids), step(tiny_fp64(name), ids)
-
-
-@throughout
-def step(model, ids):
-    """(loss, norm of gradients) of a model."""
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
-
-
 @pytest.mark.parametrize("name", ["nemotron_h", "deepseek_v4"])
+@on_each_of(2, keep="deepspeed")
 def test_zero_3_gathers_what_a_layer_reads_of_modules_inside(name):
-    for found, plain, truth in on_engine_ranks(2, stepped, name):
-        for its, one, right in zip(found, plain, truth, strict=True):
-            assert its == pytest.approx(right, rel=limit_beside(abs(one / right - 1)))
+    gathered_past.ROWS, rows = 4, gathered_past.ROWS  # pieces, of which ranks have other numbers
+    batch = {"input_ids": torch.arange(3, 22)[None], "labels": torch.arange(3, 22)[None]}
+    case = Case(functools.partial(tiny, name), {"size": 2}, lambda _: batch, ["its loss, sharded"], wrapper="ZeRO-3")
+    assert_cases({name: case})
+    gathered_past.ROWS = rows

@@ -1,18 +1,19 @@
 """Ranks of one sequence compare their models once, before the first sharded forward communicates."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from transformers import get_linear_schedule_with_warmup
 
 import ds_seqpar
-from hf_integration import patch_attention, share_sequences
+from hf_integration import patch_attention
 from hf_integration.model.weights import fingerprint
 from tests.dist.ranks import WRONG, is_one_sentence, lacking, make, refusal
-from tests.hf.llama import MODES, array, averaged, gap, llama, one_process, ragged, settings, small, step
-from tests.launch import on_engine_ranks as on_ranks
-from tests.words import missing
+from tests.hf.conformance import Case, assert_cases
+from tests.hf.llama import MODES, llama, one_process, ragged, settings, small, step
+from tests.launch import on_each_of
 
 pytestmark = pytest.mark.usefixtures("compiled")
 WORLD = 2
@@ -63,114 +64,56 @@ TOKENS = {
 }
 
 
-def forwards():
-    """What a forward says where one rank has another model, and of tokens that the model does not have; then the loss
-    of models that are alike, twice."""
-    sp, found = make(**SECTION), {}
-    for name, (other, _) in OTHERS.items():
-        model = other() if dist.get_rank() == WRONG else small()
-        patch_attention(model, sp)
-        (batch,) = sp.shard_batches(ragged(SECTION, 1, 1))
-        found[name] = *refusal(model, **batch), sum(sp.comm.received.values())
-    model = patch_attention(small(), sp)
-    for name, (key, value, _) in TOKENS.items():
-        (window,) = ragged(SECTION, 1, 1)
-        window[key][0, 5] = value
-        found[name] = *refusal(sp.shard_batches, [window]), sum(sp.comm.received.values())
-    return found, sp.mean_loss([model(**batch).loss for batch in sp.shard_batches(ragged(SECTION, 1, 2))])
-
-
+@on_each_of(WORLD)
 def test_a_model_that_is_not_its_peers():
     """Other dtypes aborted, other layers hung, other weights trained on a wrong loss. The sentence names what differs
-    alone."""
-    for found, loss in on_ranks(WORLD, forwards):
-        for name, (kind, message, received) in found.items():
-            expected, word = (
-                ("InputError", TOKENS[name][2]) if name in TOKENS else ("DisagreementError", OTHERS[name][1])
-            )
-            assert kind == expected, (name, message)
-            assert word in message, (name, message)
-            assert "\n" not in message
-            assert received == 0
-        for name in ("head", "rope", "frozen"):
-            assert is_one_sentence(found[name][1])
-            assert "layers" not in found[name][1], found[name][1]
-        assert loss == pytest.approx(one_process(small(), ragged(SECTION, 1, 2))[1], rel=1e-5)
-
-
-def unseeded(stages):
-    """Models that every rank made by a seed of its own, and DeepSpeed or DDP makes alike: a step at each stage, and the
-    gap of the gradients on DDP from those of rank 0's model."""
-    found = []
-    for stage in stages:
-        model = small(seed=dist.get_rank())
-        engine, *_ = ds_seqpar.initialize(model=model, config=settings(SECTION, stage, 1, 4))
-        batches = engine.sequence_parallel.shard_batches(ragged(SECTION, 1, 1))
-        found.append(step(engine, batches))
+    alone. So it is of tokens that the model does not have. Then the loss of models that are alike."""
     sp = make(**SECTION)
-    model = DistributedDataParallel(patch_attention(small(seed=dist.get_rank()), sp))
-    (batch,) = sp.shard_batches(ragged(SECTION, 1, 1))
-    model(**batch).loss.backward()
-    return found, {name: p.grad.numpy() for name, p in model.module.named_parameters()}
+    for name, (other, word) in OTHERS.items():
+        model = patch_attention(other() if sp.rank == WRONG else small(), sp)
+        kind, message = refusal(model, **sp.shard_batches(ragged(SECTION, 1, 1))[0])
+        assert (kind, word in message, "\n" in message) == ("DisagreementError", True, False), (name, message)
+        if name in ("head", "rope", "frozen"):
+            assert is_one_sentence(message)
+            assert "layers" not in message, message
+    for name, (key, value, word) in TOKENS.items():
+        (window,) = ragged(SECTION, 1, 1)
+        window[key][0, 5] = value
+        kind, message = refusal(sp.shard_batches, [window])
+        assert (kind, word in message, "\n" in message) == ("InputError", True, False), (name, message)
+    assert sum(sp.comm.received.values()) == 0
+    model = patch_attention(small(), sp)
+    loss = sp.mean_loss([model(**batch).loss for batch in sp.shard_batches(ragged(SECTION, 1, 2))])
+    assert loss == pytest.approx(one_process(small(), ragged(SECTION, 1, 2))[1], rel=1e-5)
 
 
-def test_models_that_deepspeed_or_ddp_makes_alike_are_taken():
-    gradients, loss = one_process(small(), ragged(SECTION, 1, 1))
-    for found, on_ddp in on_ranks(WORLD, unseeded, ("0", "1", "2", "3")):
-        for result in found:
-            assert gap(result["gradients"], gradients) < 1e-5
-            assert result["loss"] == pytest.approx(loss, rel=1e-5)
-        assert gap(on_ddp, gradients) < 1e-5
-
-
-def wide(vocabulary, dtype):
-    """Of a model with a wide embedding: (the greatest gap of gradients and loss on the plain model's; names of what
-    ranks compare that changes with the last number of the embedding)."""
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(65_792, torch.float32), (2_048, torch.bfloat16)])
+@on_each_of(2)
+def test_a_wide_embedding(vocabulary, dtype):
+    """Indices of sampled weights were floats: those of more than 2^24 numbers, or 2^8 in bf16, were out of bounds."""
     torch.set_default_dtype(dtype)
     try:
-        return compared_wide(vocabulary)
+        wide = functools.partial(small, vocab_size=vocabulary, tie_word_embeddings=True, hidden_size=256)
+        (batch,) = ragged(SECTION, 1, 1, sequences=2)
+        assert_cases({"wide": Case(lambda: wide().float(), {}, lambda number: batch, ["its loss"])})
+        model = wide()
+        before = fingerprint(model)
+        with torch.no_grad():
+            model.lm_head.weight.view(-1)[-1] += 1
+        changed = [name for name, value in fingerprint(model).items() if value != before[name]]
+        assert changed == ["values of model.embed_tokens.weight"]
     finally:
         torch.set_default_dtype(torch.float32)  # other tests run in these processes
 
 
-def compared_wide(vocabulary):
-    (batch,) = ragged(SECTION, 1, 1, sequences=2)
-    model = small(vocab_size=vocabulary, tie_word_embeddings=True, hidden_size=256).float()
-    loss = model(**batch).loss
-    loss.backward()
-    gradients = {name: array(p.grad) for name, p in model.named_parameters()}
-    model.zero_grad()
-    share_sequences(model, size=2)
-    mine = model(**batch).loss
-    mine.backward()
-    error = max(gap(averaged(model), gradients), abs(mine.item() / loss.item() - 1))
-    before = fingerprint(model)
-    with torch.no_grad():
-        model.lm_head.weight.view(-1)[-1] += 1
-    return error, [name for name, value in fingerprint(model).items() if value != before[name]]
-
-
-@pytest.mark.parametrize(("vocabulary", "dtype"), [(65_792, torch.float32), (2_048, torch.bfloat16)])
-def test_a_wide_embedding(vocabulary, dtype):
-    """Indices of sampled weights were floats: those of more than 2^24 numbers, or 2^8 in bf16, were out of bounds."""
-    for error, changed in on_ranks(WORLD, wide, vocabulary, dtype):
-        assert error < 1e-5
-        assert changed == ["values of model.embed_tokens.weight"]
-
-
-def given_on_one_rank():
-    """What ranks are told where one gives `initialize` a model that cannot be trained, before any group is made."""
+@on_each_of(2, keep="deepspeed")
+def test_one_ranks_wrong_model_is_told_to_all():
+    """Before any group is made: the others used to wait in the constructor of groups that one rank never came to."""
     wrong = dist.get_rank() == 1
     model = torch.nn.Linear(2, 2) if wrong else small()
-    return refusal(ds_seqpar.initialize, model=model, config=settings({"size": 2}, "2", 1, 2))
-
-
-def test_one_ranks_wrong_model_is_told_to_all():
-    """The others used to wait in the constructor of groups that one rank never came to make."""
-    (first, told), (second, cause) = on_ranks(2, given_on_one_rank)
-    assert (first, second) == ("DisagreementError", "ConfigError")
-    assert missing(told, "rank 1 cannot", "got Linear alone") == []
-    assert missing(cause, "got Linear alone", "sequence_parallel=sp") == []
+    told = refusal(ds_seqpar.initialize, model=model, config=settings({"size": 2}, "2", 1, 2))
+    kind, *words = ("ConfigError", "sequence_parallel=sp") if wrong else ("DisagreementError", "rank 1 cannot")
+    assert lacking(told, kind, "got Linear alone", *words) == []
 
 
 # --- what ranks train by, which must be the same before any group is used
@@ -258,29 +201,23 @@ REFUSED = {
 }
 
 
-def unlike(folder):
-    """What is said of each, by name; the loss of a step by JSONs that differ in what a rank keeps for itself."""
-    rank, found = dist.get_rank(), {}
-    for name, (given, _) in UNLIKE.items():
+@on_each_of(WORLD, keep="deepspeed")
+def test_ranks_that_would_train_by_other_settings_are_told_before_they_do(tmp_path):
+    """Other rates, clipping and stages trained without a word; other buckets and accumulation aborted the process. What
+    a rank keeps for itself may differ."""
+    rank = dist.get_rank()
+    for name, (given, words) in UNLIKE.items():
         model = small()
-        found[name] = refusal(ds_seqpar.initialize, model=model, **given(model, rank))
-    for name, (config, _) in REFUSED.items():
-        found[name] = refusal(ds_seqpar.initialize, model=small(), config=config if rank == WRONG else json())
+        told = refusal(ds_seqpar.initialize, model=model, **given(model, rank))
+        assert lacking(told, "DisagreementError", "all ranks must be given the same", *words) == [], name
+    for name, (config, word) in REFUSED.items():
+        told = refusal(ds_seqpar.initialize, model=small(), config=config if rank == WRONG else json())
+        assert lacking(told, "ConfigError" if rank == WRONG else "DisagreementError", word) == [], (name, told)
     own = {
         "steps_per_print": 1 + rank, "wall_clock_breakdown": rank == 0, "memory_breakdown": rank == 0,
-        "csv_monitor": {"enabled": rank == 0, "output_path": f"{folder}/{rank}"}, "run_name": f"{rank}",
-        "flops_profiler": {"enabled": rank == WRONG, "output_file": f"{folder}/{rank}.txt"},
+        "csv_monitor": {"enabled": rank == 0, "output_path": f"{tmp_path}/{rank}"}, "run_name": f"{rank}",
+        "flops_profiler": {"enabled": rank == WRONG, "output_file": f"{tmp_path}/{rank}.txt"},
     }  # fmt: skip
     engine, *_ = ds_seqpar.initialize(model=small(), config=json(**own))
-    return found, step(engine, engine.sequence_parallel.shard_batches(ragged(SECTION, 1, 1)))["loss"]
-
-
-def test_ranks_that_would_train_by_other_settings_are_told_before_they_do(tmp_path):
-    """Other rates, clipping and stages trained without a word; other buckets and accumulation aborted the process."""
-    for rank, (found, loss) in enumerate(on_ranks(WORLD, unlike, tmp_path)):
-        for name, (_, words) in UNLIKE.items():
-            assert lacking(found[name], "DisagreementError", "all ranks must be given the same", *words) == [], name
-        for name, (_, word) in REFUSED.items():
-            kind = "ConfigError" if rank == WRONG else "DisagreementError"
-            assert lacking(found[name], kind, word) == [], (name, found[name])
-        assert loss == pytest.approx(one_process(small(), ragged(SECTION, 1, 1))[1], rel=1e-5)
+    loss = step(engine, engine.sequence_parallel.shard_batches(ragged(SECTION, 1, 1)))["loss"]
+    assert loss == pytest.approx(one_process(small(), ragged(SECTION, 1, 1))[1], rel=1e-5)

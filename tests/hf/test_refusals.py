@@ -12,10 +12,9 @@ from transformers import (
 )
 
 from hf_integration import patch_attention
-from tests.dist.ranks import WRONG, assert_all_refused, differ, everywhere, make, only_one
-from tests.hf.families import batch_of, model_of
+from tests.dist.ranks import assert_all_refused, differ, everywhere, make, only_one
 from tests.hf.llama import MODES, SEQ, held, ragged, small
-from tests.launch import on_ranks
+from tests.launch import on_each_of
 
 WORLD = 2
 SECTION = MODES["u2"]
@@ -101,51 +100,33 @@ def dropout_set_later(sp, rank):
 
 # accelerate#4177, ms-swift#9356: a family that nobody checked is trained wrongly, or without effect.
 # deepspeed#8291: 6 heads on 4 ranks became [4, 4, 4, 0] and hung; here a Ulysses rank without a head
+GPT = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 4, "attn_pdrop": 0.0}
 MODELS = {
-    "dropout": (lambda: small(attention_dropout=0.1), ("attention_dropout 0", "got 0.1")),
-    "full attention": (lambda: small(is_causal=False), ("causal model", "got is_causal=False")),
-    "both": (
-        lambda: small(attention_dropout=0.1, is_causal=False),
-        ("attention_dropout 0", "got 0.1", "got is_causal=False"),
-    ),
-    "one head": (lambda: small(num_attention_heads=1, num_key_value_heads=1), ("ulysses 2", "1 query", "[1]")),
-    "no cache": (
-        lambda: OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=64, n_embd=64, n_layer=1, n_head=4, attn_pdrop=0.0)),
-        ("transformer.h.0.attn", "outside of transformers' attention interface", "sp.attention"),
-    ),
-    "no base model": (
-        lambda: Backbone(LlamaConfig(**TINY, num_attention_heads=4)),
-        ("needs a small copy", "got Backbone", "sp.attention"),
-    ),
-    "module": (lambda: nn.Linear(2, 2), ("transformers model", "got Linear", "sp.attention")),
+    "dropout": (lambda: small(attention_dropout=0.1), "got 0.1"),
+    "full attention": (lambda: small(is_causal=False), "got is_causal=False"),
+    "both": (lambda: small(attention_dropout=0.1, is_causal=False), "got 0.1", "got is_causal=False"),
+    "one head": (lambda: small(num_attention_heads=1, num_key_value_heads=1), "1 query"),
+    "no cache": (lambda: OpenAIGPTLMHeadModel(OpenAIGPTConfig(**GPT)), "transformer.h.0.attn"),
+    "no base model": (lambda: Backbone(LlamaConfig(**TINY, num_attention_heads=4)), "got Backbone"),
+    "module": (lambda: nn.Linear(2, 2), "got Linear"),
 }
 # deepspeed#5419, #7473: every shard rotated as if it began at 0; axolotl#3498. In evaluation too (transformers#48167,
 # axolotl#3026), where a cache must not make a forward on shards local
 SPOILT = {
-    "no positions": (
-        lambda sp, batch: {"position_ids": None},
-        ("looks sharded", "global position_ids", "got none", "or a whole batch"),
-    ),
+    "no positions": (lambda sp, batch: {"position_ids": None}, "got none"),
     "another rank's positions": (
-        lambda sp, batch: {"position_ids": torch.tensor([held(SECTION)[1 - sp.rank]])},
-        ("global position_ids", "other tokens"),
+        lambda sp, batch: {"position_ids": torch.tensor([held(SECTION)[1 - sp.rank]])}, "global position_ids"
     ),
-    "labels that nobody shifted": (
-        lambda sp, batch: {"shift_labels": None},
-        ("looks sharded", "got no shift_labels", "sp.shard_batches", "or a whole batch"),
-    ),
+    "labels that nobody shifted": (lambda sp, batch: {"shift_labels": None}, "got no shift_labels"),
     "padding": (
         lambda sp, batch: {"attention_mask": (torch.arange(SEQ // WORLD) < 21).expand_as(batch["input_ids"])},
-        ("padding mask", "with zeros"),
+        "with zeros",
     ),
-    "a cache": (lambda sp, batch: {"use_cache": True}, ("kv cache", "use_cache")),
-    "a past": (
-        lambda sp, batch: {"past_key_values": DynamicCache(config=small().config)},
-        ("kv cache", "past_key_values"),
-    ),
-    "full attention": (lambda sp, batch: {"is_causal": False}, ("got is_causal=False", "leave it out")),
-    "no tokens": (lambda sp, batch: {"input_ids": None}, ("inputs_embeds", "got neither")),
-}
+    "a cache": (lambda sp, batch: {"use_cache": True}, "use_cache"),
+    "a past": (lambda sp, batch: {"past_key_values": DynamicCache(config=small().config)}, "past_key_values"),
+    "full attention": (lambda sp, batch: {"is_causal": False}, "got is_causal=False"),
+    "no tokens": (lambda sp, batch: {"input_ids": None}, "got neither"),
+}  # fmt: skip
 # EasyContext#47, axolotl#3920: peers of a sequence with other shapes; a rank that would not run backward; one whose
 # checkpoints would send what others' layers do not
 UNEQUAL = {
@@ -156,16 +137,17 @@ UNEQUAL = {
 CALLS = {
     **{
         f"model: {name}": (patch(model), everywhere(*words, kind="ConfigError"))
-        for name, (model, words) in MODELS.items()
+        for name, (model, *words) in MODELS.items()
     },
     **{
         f"{name}, training {training}": (forward(spoil, training), everywhere(*words))
-        for name, (spoil, words) in SPOILT.items()
+        for name, (spoil, *words) in SPOILT.items()
         for training in (True, False)
     },
     # ring-flash-attention#39: one rank goes another way and the others wait for it
     **{
-        f"{name} on one rank": (forward(spoil, ranks=(1,)), only_one(*words)) for name, (spoil, words) in SPOILT.items()
+        f"{name} on one rank": (forward(spoil, ranks=(1,)), only_one(*words))
+        for name, (spoil, *words) in SPOILT.items()
     },
     **{name: (unequal(change), differ("model inputs", "rank 0: ")) for name, change in UNEQUAL.items()},
     # deepspeed#7384, #7842: a length that the ranks do not divide corrupts attention
@@ -179,48 +161,6 @@ CALLS = {
 }
 
 
-def tried():
-    assert_all_refused(CALLS, make(**SECTION))
-
-
+@on_each_of(WORLD)
 def test_what_would_train_wrongly_is_refused_on_all_ranks():
-    on_ranks(WORLD, tried)
-
-
-def packed(sp):
-    return sp.shard_batch(batch_of("packed"))
-
-
-def mixed(sp):
-    return {**packed(sp), "placement": sp.shard_batch(batch_of("odd"))["placement"]}
-
-
-def call(batch):
-    """A forward of a patched model on what `batch(sp)` makes."""
-    return lambda sp, rank: model_of("llama").patch_attention(sp)(**batch(sp))
-
-
-# what is not this rank's, or leaves a rank without tokens
-PLACEMENTS = {
-    "short": (
-        call(lambda sp: sp.shard_batch({name: x[:, :3] for name, x in batch_of("odd").items()})),
-        everywhere("4 ranks", "got 3 tokens"),
-    ),
-    "none": (call(lambda sp: {**packed(sp), "placement": None}), everywhere("tokens", "sp.shard_batches")),
-    "another": (call(mixed), everywhere("tokens", "placement", "got (1, ")),
-    "a text": (call(lambda sp: {**packed(sp), "placement": "packed"}), everywhere("BatchLayout", "got str")),
-    "positions": (
-        call(lambda sp: {**packed(sp), "position_ids": packed(sp)["position_ids"] + 1}),
-        everywhere("position_ids", "placement", "other tokens"),
-    ),
-    # all ranks deal the same batches
-    "another on one rank": (call(lambda sp: (packed(sp), mixed(sp))[sp.rank == WRONG]), only_one("placement")),
-}
-
-
-def tried_placements():
-    assert_all_refused(PLACEMENTS, make(size=4, ulysses=2))
-
-
-def test_what_is_not_this_ranks_is_refused():
-    on_ranks(4, tried_placements)
+    assert_all_refused(CALLS, make(**SECTION))

@@ -44,17 +44,12 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+STATE = "trainer_state.json"
 # what is done to a checkpoint -> what is said of it
 FAULTS = {
-    "state missing": (lambda folder: (folder / "trainer_state.json").unlink(), "trainer_state.json is missing"),
-    "state cut": (
-        lambda folder: (folder / "trainer_state.json").write_text('{"global'),
-        "trainer_state.json is damaged",
-    ),
-    "state without a step": (
-        lambda folder: (folder / "trainer_state.json").write_text("{}"),
-        "trainer_state.json is damaged",
-    ),
+    "state missing": (lambda folder: (folder / STATE).unlink(), f"{STATE} is missing"),
+    "state cut": (lambda folder: (folder / STATE).write_text('{"global'), f"{STATE} is damaged"),
+    "state without a step": (lambda folder: (folder / STATE).write_text("{}"), f"{STATE} is damaged"),
     "latest missing": (lambda folder: (folder / "latest").unlink(), "latest is missing"),
     "latest empty": (lambda folder: (folder / "latest").write_text(""), "latest is damaged"),
     "what latest names missing": (lambda folder: shutil.rmtree(folder / "global_step3"), "global_step3 is missing"),
@@ -122,11 +117,8 @@ def test_a_checkpoint_that_deepspeed_converts_or_not(name, tmp_path):
     assert (words in found.mismatch) if words else found.mismatch == ""
     assert found.fault == ""
     cut(folder / SHARD)
-    assert (
-        words
-        or "rank_1_mp_rank_00_optim_states.pt is damaged"
-        in inspect_checkpoint(folder, dataclasses.replace(RUN, rank=0, ranks=3), True).fault
-    )
+    found = inspect_checkpoint(folder, dataclasses.replace(RUN, rank=0, ranks=3), True)
+    assert words or "rank_1_mp_rank_00_optim_states.pt is damaged" in found.fault
 
 
 def test_stages_with_the_same_files_and_the_universal_format(tmp_path):
@@ -226,17 +218,13 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path):
         assert losses == found["whole"][0]
         (warning,) = said
         assert ("checkpoint-2, the last", "rng_state_1.pth cannot be read")[rank] in warning
-        for (kind, message), failed, words in zip(
-            found["failed"], (1, 0), ("OSError for", ": File too large, with"), strict=True
-        ):
+        expected = zip(found["failed"], (1, 0), ("OSError for", ": File too large, with"), strict=True)
+        for (kind, message), failed, words in expected:
             assert kind == ("ConfigError" if rank == failed else "DisagreementError")
             assert words in message
             assert "checkpoint-2" in message
         assert (found["as before"], found["left"]) == (True, [])
-        for name, words in (
-            ("a folder", "trainer_state.json is missing"),
-            ("none", "optim_states.pt is damaged (rank 0)"),
-        ):
+        for name, words in (("a folder", f"{STATE} is missing"), ("none", "optim_states.pt is damaged (rank 0)")):
             assert words in found[name][0]
             assert is_one_sentence(found[name][0])
 
@@ -263,19 +251,15 @@ def gone_on_with(folder, case):
     return runs
 
 
+ALL = cover(keys=tuple(KEYS), stage=(2, 3), folder=(False, True), best=(False, True))
+
+
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     "cases",
     [
         [("optimizer", 2, False, False), ("scheduler", 3, True, True)],
-        pytest.param(
-            [
-                tuple(x.values())
-                for x in cover(keys=tuple(KEYS), stage=(2, 3), folder=(False, True), best=(False, True))
-            ],
-            marks=pytest.mark.slow,
-            id="all",
-        ),
+        pytest.param([tuple(x.values()) for x in ALL], marks=pytest.mark.slow, id="all"),
     ],
 )
 def test_a_run_goes_on_whoever_has_the_optimizer_and_the_scheduler(cases, tmp_path):

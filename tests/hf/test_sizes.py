@@ -12,7 +12,7 @@ from ds_seqpar.core.settings import SequenceParallelConfig
 from ds_seqpar.planner.estimate import estimate, tower_seconds
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.machine import Machine
-from ds_seqpar.planner.request import Index, Job, Pictures
+from ds_seqpar.planner.request import Images, Index, Job
 from hf_integration.look.sizes import config_sizes, model_sizes
 from hf_integration.trainer.job import job_of
 from tests.hf.every_type import config_of
@@ -23,7 +23,7 @@ TEXT = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 
 VISION = {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
          "num_key_value_heads": 4, "vocab_size": 128}  # fmt: skip
-PICTURES = Pictures(32, 4096, 4 * 4096)
+IMAGES = Images(32, 4096, 4 * 4096)
 
 
 def elements(*modules):
@@ -115,7 +115,7 @@ def qwen():
 
 def step_of(divides, size=8):
     config = SequenceParallelConfig(size=size, divide_media=divides).resolve(size, (28, 4))
-    return Job(model=qwen(), seq=2**17, checkpointing=True, pictures=PICTURES).step(config, size, on_gpu=True)
+    return Job(model=qwen(), seq=2**17, checkpointing=True, images=IMAGES).step(config, size, on_gpu=True)
 
 
 def test_an_undivided_tower_is_half_of_a_step_of_qwen():
@@ -135,7 +135,7 @@ def test_checkpoints_of_a_tower_are_the_inputs_of_its_layers():
 
     whole = 2**17 * 3584 * 2  # embeddings of all tokens
     for divides, of_rank in (("auto", 4), (False, 32)):
-        inputs = of_rank * PICTURES.patches * 1280 * 2
+        inputs = of_rank * IMAGES.patches * 1280 * 2
         assert items(step_of(divides)) == pytest.approx(whole + (32 + 6) * inputs, rel=0.01)
 
 
@@ -155,7 +155,7 @@ def test_what_waits_for_a_towers_backward_is_what_autograd_saves(checkpointing):
     with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
         features = model.model.get_image_features(torch.randn(512, 1176).bfloat16(), torch.tensor([[1, 16, 16]] * 2))
     found = sum(storage.nbytes() for at, storage in saved.items() if at not in weights)
-    job = Job(model=model_sizes(model), seq=512, checkpointing=checkpointing, pictures=Pictures(2, 64, 256))
+    job = Job(model=model_sizes(model), seq=512, checkpointing=checkpointing, images=Images(2, 64, 256))
     parts = footprint(job.step(SequenceParallelConfig(size=2, divide_media=False).resolve(2, (8, 4)), 2, False)).moments
     predicted = next(x for x in parts if x.name == "backward: loss").bytes_by_item["tower"]
     assert predicted == pytest.approx(found, rel=0.15)

@@ -38,7 +38,7 @@ def test_models_are_what_they_are_in_pieces_and_plain():
         in_pieces(pieced, sp)
         for kind in ("plain", "packed"):
             wanted = conformance.plain(plain, kind)
-            found, other = (conformance.sharded(model, sp, kind) for model in (at_once, pieced))
+            found, other = (conformance.called("sharded", model, sp, kind) for model in (at_once, pieced))
             for reference in (wanted, other):
                 assert conformance.compared(found, reference, plain, kind) == conformance.EXACT, (name, kind)
 

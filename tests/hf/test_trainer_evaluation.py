@@ -4,9 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from transformers import Trainer
 
-from hf_integration import SequenceParallelMixin, SequenceParallelTrainer
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import small
 from tests.hf.trainers import documents, make, mean_of_steps
@@ -58,24 +56,14 @@ class FailsBefore:
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
 
-def before(own):
-    """A class that extends ours, as the two-line change makes it."""
-    return type("Before", (own, SequenceParallelTrainer), {})
-
-
-def behind(own):
-    """The mixin before a class that was there."""
-    return type("Behind", (SequenceParallelMixin, own, Trainer), {})
-
-
 def evaluated(folder, size):
     """Evaluation losses of an untrained model, by class."""
     found = {}
     groups = dist.get_world_size() // size
     for own in (CallsTheModel, ComputesItsLoss, *([ShiftsLabels] if groups == 1 else [])):  # a mean of its own group's
-        for order in (before, behind):
-            trainer = make(folder, 4 // groups, {"size": size}, stage=3, kind=order(own))
-            found[own.__name__, order.__name__] = trainer.evaluate(documents(7, seed=9))["eval_loss"]
+        for order in ("before", "between"):  # of a class that extends ours, or that was there
+            trainer = make(folder, 4 // groups, {"size": size}, stage=3, parts={order: [own]})
+            found[own.__name__, order] = trainer.evaluate(documents(7, seed=9))["eval_loss"]
     return found
 
 
@@ -92,7 +80,7 @@ def test_a_prediction_step_of_ones_own_gives_the_mean_token_loss(ranks, size, tm
 
 def failed(folder):
     """The sentence of an evaluation whose prediction_step fails on one rank, before it calls the model and after."""
-    trainers = [make(folder, 4, {"size": 2}, kind=before(own), stage=3) for own in (FailsOnOne, FailsBefore)]
+    trainers = [make(folder, 4, {"size": 2}, stage=3, parts={"before": [own]}) for own in (FailsOnOne, FailsBefore)]
     return [refusal(trainer.evaluate)[1] for trainer in trainers]
 
 

@@ -15,61 +15,39 @@ from hf_integration import SequenceParallelCallback
 from hf_integration.trainer.callback import FlopCounter
 from tests.hf.families import FAMILIES, model_of
 from tests.hf.llama import llama, small, with_lora
-from tests.hf.trainers import documents, make
+from tests.hf.trainers import case, compare, documents, make, untimed
 from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-# how often is logged -> arguments; steps are left over, or none was ever logged
-LOGGING = {
-    "every step": {"logging_steps": 1},
-    "some left": {"logging_steps": 2},
-    "none": {"logging_strategy": "no", "max_steps": 2},
-    "an epoch": {
-        "logging_strategy": "epoch",
-        "max_steps": -1,
-        "num_train_epochs": 1,
-        "parts": {"train_dataset": documents(16)},
-    },
+
+
+def sixteen():
+    return {"train_dataset": documents(16)}
+
+
+# how often is logged; steps are left over, or none was ever logged
+FEW = {
+    "some left": case(logging_steps=2),
+    "none": case(logging_strategy="no", max_steps=2),
+    "resumed": case(resume_at=2, max_steps=4, logging_steps=3),
 }
-# of time, and of the machine
-TIMED = ("runtime", "per_second")
-
-
-FEW = ("some left", "none")
-
-
-def losses_at_the_end(folder, size, names):
-    """train_loss by kind of logging, and of a run that goes on from a checkpoint; the other figures of each."""
-    found, section, sequences = {}, size and {"size": size}, 4 * (size or 1) // dist.get_world_size()
-    for name in names:
-        trainer = make(f"{folder}/{name}", sequences, section, **{"max_steps": 3, **LOGGING[name]})
-        output = trainer.train()
-        logged = trainer.state.log_history[-1]["train_loss"]
-        assert output.training_loss == output.metrics["train_loss"] == logged
-        found[name] = logged
-        if size in (None, dist.get_world_size()):  # several groups pad to other lengths
-            found[f"operations, {name}"] = trainer.state.total_flos
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "logging_steps": 3}
-    make(f"{folder}/saved", sequences, section, **saving).train()
-    dist.barrier()
-    resumed = make(f"{folder}/again", sequences, section, **saving)
-    found["resumed"] = resumed.train(resume_from_checkpoint=f"{folder}/saved/checkpoint-2").training_loss
-    return found
+LOGGING = {
+    "every step": case(logging_steps=1),
+    **FEW,
+    "an epoch": case(parts=sixteen, logging_strategy="epoch", max_steps=-1, num_train_epochs=1),
+}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "size", "names"),
-    [(2, 2, FEW), *(pytest.param(4, size, tuple(LOGGING), marks=pytest.mark.slow) for size in (2, 4))],
+    ("cases", "shapes"), [(FEW, [(2, 2)]), pytest.param(LOGGING, [(4, 2), (4, 4)], marks=pytest.mark.slow)], ids=len
 )
-def test_the_train_loss_at_the_end_is_that_of_all_ranks(ranks, size, names, tmp_path):
+def test_the_train_loss_at_the_end_is_that_of_all_ranks(cases, shapes, tmp_path):
     """One rank's share of the steps since the last log: 0.0 where the plain Trainer says 5.96. (Plain ranks say their
     own share too: here one plain rank has it all.)"""
-    expected = on_ranks(1, losses_at_the_end, tmp_path / "plain", None, names, timeout=200)[0]
-    if "every step" in names:
-        assert expected["every step"] == pytest.approx(expected["some left"], rel=1e-5)
-    for found in on_ranks(ranks, losses_at_the_end, tmp_path / "shared", size, names, timeout=200):
-        assert len(found) > len(names)
-        assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-5)
+    plain = compare(tmp_path, cases, *shapes, max_steps=3)
+    if "every step" in plain:
+        every, some = (plain[name]["log"][-1]["train_loss"] for name in ("every step", "some left"))
+        assert every == pytest.approx(some, rel=1e-5)
 
 
 # torch's own writer needs it
@@ -97,10 +75,8 @@ class Hears(TrainerCallback):
 
 
 def comparable(history):
-    """Without figures of time, as transformers compares the states of a resumed run and a whole one."""
-    return [
-        {name: x for name, x in entry.items() if not name.endswith(TIMED) and name != "train_loss"} for entry in history
-    ]
+    """As transformers compares the states of a resumed run and a whole one."""
+    return [{name: x for name, x in entry.items() if name != "train_loss"} for entry in untimed(history)]
 
 
 def states(folder, size):

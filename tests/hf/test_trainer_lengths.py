@@ -1,26 +1,27 @@
 """The Trainer with `tokens_per_rank`: what the plain Trainer logs of the same samples, by its arguments alone."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from datasets import Dataset, load_from_disk
 from torch.utils.data import IterableDataset
-from transformers import ByT5Tokenizer
 
 from benchmarks.lengths.__main__ import KINDS, samples
-from hf_integration import SequenceParallelMixin
 from tests import grids
-from tests.dist.ranks import is_one_sentence, refusal
-from tests.hf import trl_runs
-from tests.hf.llama import IGNORE, gap, small, weights
-from tests.hf.trainers import documents, fields, make, split, trained
-from tests.launch import on_trainer_ranks as on_ranks
-from tests.words import missing
+from tests.hf.llama import IGNORE, small, weights
+from tests.hf.trainers import FIGURES, assert_refused, case, compare, documents, reference, rows_of, split, texts
 
 pytestmark = pytest.mark.usefixtures("compiled")
-SECTION = {"size": 2, "tokens_per_rank": 40}
-# 37 examples, 4 a batch of all, 2 batches a step: the last step of an epoch has one batch, whose end is repeated
-GIVEN = {"max_steps": 7, "eval_strategy": "steps", "eval_steps": 7, "optim": "sgd", "learning_rate": 0.1}
+
+
+def trained(trainer):
+    return weights(trainer.model)
+
+
+# what is compared of all cases, whose weights show gradients by SGD
+COMPARED = {"only": FIGURES, "then": trained, "eval_strategy": "steps"}
+SGD = {"optim": "sgd", "learning_rate": 0.1}
 
 
 class Stream(IterableDataset):
@@ -28,125 +29,62 @@ class Stream(IterableDataset):
         return iter(documents(64))
 
 
-def run(folder, sequences, section, stage, as_stream=False, **changes):
-    data = Stream() if as_stream else documents(37)
-    trainer = make(folder, sequences, section, stage, parts={"train_dataset": data}, **{**GIVEN, **changes})
-    found = trained(trainer)
-    return found, weights(trainer.model)
+def ragged():
+    """4 a batch of all, 2 batches a step: the last step of an epoch has one batch, whose end is repeated."""
+    return {"train_dataset": documents(37)}
 
 
-def runs(folder, cases):
-    return [run(f"{folder}/{number}", *case[:-1], **case[-1]) for number, case in enumerate(cases)]
-
-
-def same(found, plain):
-    for name in ("loss", "grad_norm", "learning_rate", "eval_loss"):
-        assert len(plain[0][name]) == len(found[0][name])
-        assert found[0][name] == pytest.approx(plain[0][name], rel=1e-5), name
-    assert found[0].counts == plain[0].counts
-    assert gap(found[1], plain[1]) < 1e-5
+def packed(parts=ragged, steps=7, **changes):
+    return case(parts=parts, max_steps=steps, eval_steps=steps, **SGD, **changes)
 
 
 # plain ranks take their own examples of a stream, as groups do
-STREAM = {"as_stream": True, "max_steps": 3, "eval_steps": 3, "accelerator_config": {"dispatch_batches": False}}
-
-
-ONE = {"gradient_accumulation_steps": 1, "max_steps": 5, "eval_steps": 5}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "changes"), [(2, [ONE, STREAM]), (3, [{}])])
-def test_two_ranks_train_as_one_plain_rank(stage, changes, tmp_path):
-    cases = [(4, None, stage, of_case) for of_case in changes]
-    plain = on_ranks(1, runs, tmp_path / "plain", cases)[0]
-    packed = [(sequences, SECTION, *rest) for sequences, _, *rest in cases]
-    for found in on_ranks(2, runs, tmp_path, packed, timeout=300):
-        for one, of_plain in zip(found, plain, strict=True):
-            same(one, of_plain)
+STREAM = packed({"train_dataset": Stream()}, steps=3, accelerator_config={"dispatch_batches": False})
+OF_ONE = {
+    "one batch a step": packed(steps=5, gradient_accumulation_steps=1),
+    "a stream": STREAM,
+    "ZeRO-3": packed(stage=3),
+    "resumed amid an epoch": packed(steps=4, resume_at=2),
+}
+OF_TWO = {
+    "two batches a step": packed(),
+    "a stream": {**STREAM, "stage": 3},
+    "by length": packed(stage=3, train_sampling_strategy="group_by_length"),
+}
 
 
 @pytest.mark.slow
-def test_two_groups_train_as_two_plain_ranks(tmp_path):
-    cases = [(2, None, 2, {}), (2, None, 3, STREAM), (2, None, 3, {"train_sampling_strategy": "group_by_length"})]
-    plain = on_ranks(2, runs, tmp_path / "plain", cases)[0]
-    packed = [(sequences, SECTION, *rest) for sequences, _, *rest in cases]
-    for found in on_ranks(4, runs, tmp_path, packed, timeout=400):
-        for one, of_plain in zip(found, plain, strict=True):
-            same(one, of_plain)
-
-
-def halves(folder):
-    """What a run logs in its last steps, and one that goes on from a checkpoint in the middle of the epoch."""
-    given = {**GIVEN, "eval_strategy": "no", "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    parts = {"train_dataset": documents(37)}
-    whole = trained(make(folder, 4, SECTION, 2, parts=parts, **given))
-    again = make(folder, 4, SECTION, 2, parts=parts, **given)
-    return whole, trained(again, resume_from_checkpoint=f"{folder}/checkpoint-2")
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path):
-    for whole, resumed in on_ranks(2, halves, str(tmp_path), timeout=200):
-        assert resumed["loss"] == pytest.approx(whole["loss"], rel=1e-6)
-        assert resumed.counts[:2] == whole.counts[:2]
+@pytest.mark.parametrize(("cases", "ranks"), [(OF_ONE, 2), (OF_TWO, 4)])
+def test_groups_train_as_plain_ranks(cases, ranks, tmp_path):
+    compare(tmp_path, cases, (ranks, 2), alone=False, **COMPARED, section={"tokens_per_rank": 40})
 
 
 COUNT, LONGEST = 40, 128  # 16 samples a step: 3 steps an epoch, the last of 8 samples
 
 
-def data_of(kind):
+def data_of(kind, trainer):
     """Samples of a kind of the benchmark's, with a share of whose labels does not count."""
     draw, found = torch.Generator().manual_seed(7), []
     for tokens in samples(kind, scale=32768 // LONGEST, count=COUNT):
         ids = torch.randint(3, 64, (tokens,), generator=draw)
         found.append({"input_ids": ids, "labels": ids.where(torch.rand(tokens, generator=draw) < 0.7, IGNORE)})
-    return found
+    model = small(vocab_size=300, pad_token_id=0, hidden_size=16, intermediate_size=24, head_dim=4)
+    data = {"train_dataset": found, "eval_dataset": documents(16, seed=9)}
+    return {"model": model, **{name: x if trainer == "Trainer" else rows_of(x) for name, x in data.items()}}
 
 
-def cell(folder, kind, stage, trainer, groups, size=None, **changes):
-    """A Trainer on a kind of samples: transformers' own, trl's SFTTrainer, or that with its own packing.
+def sampled(kind, stage, trainer, shape):
+    """A case of transformers' Trainer, of trl's SFTTrainer, or that with its own packing.
 
     ZeRO-3 gathers all parameters, and tiles have 16 tokens, of which ranks then have different numbers.
     """
-    section = size and {"size": size, "tokens_per_rank": LONGEST * 5 // 4 // size}
-    sgd = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
-    how, model = sgd | changes, small(vocab_size=300, pad_token_id=0, hidden_size=16, intermediate_size=24, head_dim=4)
-    data, held_out = data_of(kind), documents(16, seed=9)
+    how = {"bf16": False, "packing": trainer == "SFT packing", "eval_packing": False, "max_length": LONGEST}
+    how = {"max_steps": 4, "eval_steps": 4, "resume_at": 2, **SGD, **(how if trainer != "Trainer" else {})}
+    section = {"tokens_per_rank": LONGEST * 5 // 4 // shape[1]}
     if stage == 3:
         how["deepspeed_changes"] = split()
-        section = section and section | {"mlp_tiles": "auto", "loss_tiles": "auto" if trainer == "Trainer" else 1}
-    if trainer == "Trainer":
-        parts = {"train_dataset": data, "eval_dataset": held_out}
-        return make(folder, 8 // groups, section, stage, model, parts, **how)
-    import trl
-
-    rows, eval_rows = (
-        Dataset.from_list([{name: x.tolist() for name, x in sample.items()} for sample in samples])
-        for samples in (data, held_out)
-    )
-    how |= {"bf16": False, "packing": trainer == "SFT packing", "eval_packing": False, "max_length": LONGEST}
-    of_class = type("Shared", (SequenceParallelMixin, trl.SFTTrainer), {}) if size else trl.SFTTrainer
-    return of_class(
-        model=model,
-        args=trl.SFTConfig(str(folder), **fields(8 // groups, section, stage, **how)),
-        processing_class=ByT5Tokenizer(extra_ids=0),
-        train_dataset=rows,
-        eval_dataset=eval_rows,
-    )
-
-
-def cells(folder, cases):
-    """What each run logs, its weights, and what a run logs that goes on from a checkpoint amid its epoch."""
-    found = []
-    for number, case in enumerate(cases):
-        place, again = f"{folder}/{number}", None
-        stops = {"save_strategy": "steps", "save_steps": 2} if "size" in case else {}
-        trainer = cell(place, **case, **stops)
-        run = trained(trainer), weights(trainer.model)
-        if stops:
-            again = trained(cell(place, **case, **stops), resume_from_checkpoint=f"{place}/checkpoint-2")
-        found.append((*run, again))
-    return found
+        section |= {"mlp_tiles": "auto", "loss_tiles": "auto" if trainer == "Trainer" else 1}
+    return case(trainer.split()[0], functools.partial(data_of, kind, trainer), stage=stage, section=section, **how)
 
 
 AXES = {
@@ -160,92 +98,57 @@ FEW = [{"kind": "code", "stage": 3, "trainer": "SFT packing", "shape": (2, 2)}]
 
 @pytest.mark.parametrize("cases", grids.grouped(("shape",), few=FEW, large=lambda case: case["shape"][0] == 8, **AXES))
 def test_the_trainers_of_every_kind_of_samples_train_as_plain_ones(cases, tmp_path):
-    (ranks, size), *_ = (case["shape"] for case in cases)
-    plain = [{name: case[name] for name in ("kind", "stage", "trainer")} | {"groups": ranks // size} for case in cases]
-    expected = on_ranks(ranks // size, cells, f"{tmp_path}/plain", plain, timeout=900)[0]
-    for found in on_ranks(ranks, cells, str(tmp_path), [{**case, "size": size} for case in plain], timeout=3000):
-        for case, of_plain, packed in zip(cases, expected, found, strict=True):
-            for run in (packed[0], packed[2]):  # the resumed one has logged the first steps too
-                for name in ("loss", "grad_norm", "learning_rate", "eval_loss"):
-                    if name == "eval_loss" and case["trainer"] != "Trainer" and ranks > size:
-                        continue  # trl's weighs ranks alike, however many tokens each has
-                    assert run[name] == pytest.approx(of_plain[0][name], rel=1e-5), (case, name)
-                assert run.counts[:2] == of_plain[0].counts[:2], case
-            assert gap(packed[1], of_plain[1]) < 1e-5, case
+    given = {f"{number}": sampled(**case) for number, case in enumerate(cases)}
+    compare(tmp_path, given, cases[0]["shape"], batch=8, **COMPARED, timeout=3000)
+
+
+def thirteen(kind):
+    return {"train_dataset": texts(kind, 48, 5).select(range(13)), **(reference() if kind == "DPO" else {})}
+
+
+def pairs(kind, **changes):
+    """Of an epoch whose last batch, of one group, has one pair."""
+    how = {"gradient_accumulation_steps": 2, "max_steps": 3, "eval_steps": 3}
+    return case(kind, functools.partial(thirteen, kind), **how, **changes)
 
 
 PAIRS = {
-    "DPO": {"kind": "DPO", "parts": trl_runs.reference},
-    "Reward": {"kind": "Reward", "center_rewards_coefficient": 0.01},
-    "DPO, ZeRO-3": {"kind": "DPO", "parts": trl_runs.reference, "deepspeed_changes": split(), "loss_type": ["ipo"]},
+    "DPO": pairs("DPO"),
+    "Reward": pairs("Reward", center_rewards_coefficient=0.01),
+    "DPO, ZeRO-3": pairs("DPO", deepspeed_changes=split(), loss_type=["ipo"]),
 }
-
-
-def pairs(folder, cases, size=None):
-    """What each run logs of an epoch whose last batch, of one group, has one pair, and its weights."""
-    found = []
-    for name in cases:
-        given = {"parts": dict, "deepspeed_changes": {}, **PAIRS[name]}
-        rows = load_from_disk(f"{folder}/{given['kind']} train").select(range(13))
-        section = {"sequence_parallel": {"size": size, "tokens_per_rank": 120 // size}} if size else {}
-        changes = {
-            "parts": lambda parts=given["parts"], rows=rows: {**parts(), "train_dataset": rows},
-            "deepspeed_changes": {**given["deepspeed_changes"], **section},
-        }
-        how = {"gradient_accumulation_steps": 2, "max_steps": 3, "eval_steps": 3}
-        trainer = trl_runs.made(folder, size=size, **{**how, **given, **changes})
-        trainer.train()
-        logs = [entry for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys()]
-        found.append((logs, weights(trainer.model)))
-    return found
 
 
 @pytest.mark.parametrize(
-    ("groups", "cases"),
+    ("groups", "names"),
     [(1, ["DPO"]), *(pytest.param(groups, list(PAIRS), marks=pytest.mark.slow) for groups in (1, 2))],
 )
-def test_pairs_train_as_those_of_plain_trainers(groups, cases, tmp_path):
-    for way in ("plain", "shared"):
-        trl_runs.save_examples(tmp_path / way)
-    expected = on_ranks(groups, pairs, str(tmp_path / "plain"), cases, timeout=400)[0]
-    for found in on_ranks(2 * groups, pairs, str(tmp_path / "shared"), cases, 2, timeout=400):
-        for case, (plain, plain_weights), (logs, of_rank) in zip(cases, expected, found, strict=True):
-            assert len(logs) == len(plain) == 4
-            for entry, of_plain in zip(logs, plain, strict=True):
-                for figure in {"loss", "grad_norm", "learning_rate", "eval_loss", "num_tokens"} & of_plain.keys():
-                    assert entry[figure] == pytest.approx(of_plain[figure], rel=1e-5), (case, figure)
-            assert gap(of_rank, plain_weights) < 1e-5
+def test_pairs_train_as_those_of_plain_trainers(groups, names, tmp_path):
+    how = {**COMPARED, "only": (*FIGURES, "num_tokens"), "section": {"tokens_per_rank": 60}}
+    compare(tmp_path, {name: PAIRS[name] for name in names}, (2 * groups, 2), batch=4 * groups, **how)
 
 
-REFUSED = {
-    "label_smoothing_factor": ("label_smoothing_factor", 0.1),
-    "batch_rebalance": ("train_sampling_strategy", "batch_rebalance"),
-    "include_num_input_tokens_seen": ("include_num_input_tokens_seen", "all"),
+def short(kind="DPO", **changes):
+    return case(kind, reference, section={"tokens_per_rank": 8}, **changes)
+
+
+def of(parts, tokens_per_rank=40, **changes):
+    return case(parts=parts, section={"tokens_per_rank": tokens_per_rank}, **changes)
+
+
+LONG = [{"input_ids": torch.arange(1, 60), "labels": torch.arange(1, 60)}] * 8
+# what is wrong -> (the case, or what makes it; words of the sentence)
+WRONG = {
+    "smoothing": (of(ragged, label_smoothing_factor=0.1), ["label_smoothing_factor"]),
+    "rebalanced": (of(ragged, train_sampling_strategy="batch_rebalance"), ["batch_rebalance"]),
+    "counted": (of(ragged, include_num_input_tokens_seen="all"), ["include_num_input_tokens_seen"]),
+    "too long": (of({"train_dataset": LONG}, 28), ["got 59"]),
+    "others": (lambda: of({"train_dataset": documents(8, seed=dist.get_rank())}), ["samples of a step"]),
+    "short": (short(), ["8 tokens each"]),
+    "KTO": (short("KTO"), ["KTOTrainer"]),
+    "a loss of all": (short(loss_type=["aot"]), ["loss_type aot"]),
 }
 
 
-def refused(folder):
-    found = {}
-    for word, (name, value) in REFUSED.items():
-        parts = {"train_dataset": documents(8)}
-        found[word] = refusal(make(folder, 4, SECTION, 2, parts=parts, **{name: value}).train)
-    long = [{"input_ids": torch.arange(1, 60), "labels": torch.arange(1, 60)}] * 8
-    few = {**SECTION, "tokens_per_rank": 28}
-    found["got 59"] = refusal(make(folder, 4, few, 2, parts={"train_dataset": long}).train)
-    others = {"train_dataset": documents(8, seed=dist.get_rank())}
-    found["samples of a step"] = refusal(make(folder, 4, SECTION, 2, parts=others).train)
-    short = {"deepspeed_changes": {"sequence_parallel": {**SECTION, "tokens_per_rank": 8}}}
-    found["8 tokens each"] = refusal(trl_runs.made(folder, "DPO", 2, trl_runs.reference, **short).train)
-    found["KTOTrainer"] = refusal(trl_runs.made(folder, "KTO", 2, trl_runs.reference, **short).train)
-    found["loss_type aot"] = refusal(
-        trl_runs.made(folder, "DPO", 2, trl_runs.reference, loss_type=["aot"], **short).train
-    )
-    return found
-
-
 def test_what_cannot_be_packed_is_refused(tmp_path):
-    trl_runs.save_examples(tmp_path)
-    for found in on_ranks(2, refused, tmp_path, timeout=120):
-        for word, (_, sentence) in found.items():
-            assert missing(sentence or "", word) == [], (word, sentence)
-            assert is_one_sentence(sentence)
+    assert_refused(tmp_path, __name__)

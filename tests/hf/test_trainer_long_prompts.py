@@ -7,17 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import ByT5Tokenizer, GenerationMixin
+from transformers import GenerationMixin
 
-from hf_integration import SequenceParallelMixin
 from tests.dist.ranks import SECONDS
-from tests.hf.test_trainer_rl import letters, model
-from tests.hf.trainers import fields, split
+from tests.hf.rollouts import LENGTH, letters
+from tests.hf.trainers import build, case, split
 from tests.launch import on_ranks, on_trainer_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
-LENGTH, LIMIT, LONGEST = 6, 16, 41
+LIMIT, LONGEST = 16, 41
 TEXTS = ["a", "bc", "d" * (LONGEST - 1), "efg"]  # and a token at the end
 # where the last rank of a group fails -> whether it does, by the tokens of its prompts and the number of the forward
 FAILURES = {
@@ -53,29 +52,31 @@ def noted(failure=None):
         GenerationMixin.generate = generate
 
 
+class Noted:
+    """A Trainer that notes the state of random numbers around its generations."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        vars(self).setdefault("random", []).append(torch.get_rng_state())
+        found = super()._generate_single_turn(*args, **kwargs)
+        self.random.append(torch.get_rng_state())
+        return found
+
+
 def trained(folder, stage, failure=None, rows=4):
     """(the shapes of this rank's generations, whether random numbers go on as if there were none, completions)."""
-    from trl import GRPOConfig, GRPOTrainer
-
-    states = []
-
-    class Trained(SequenceParallelMixin, GRPOTrainer):
-        def _generate_single_turn(self, *args, **kwargs):
-            states.append(torch.get_rng_state())
-            found = super()._generate_single_turn(*args, **kwargs)
-            states.append(torch.get_rng_state())
-            return found
-
-    how = {"deepspeed_changes": split()} if stage == 3 else {}
-    how |= {"max_steps": 1, "bf16": False, "num_generations": 2, "max_completion_length": LENGTH}
-    args = fields(rows, {"size": 2}, gradient_accumulation_steps=4 // dist.get_world_size(), **how)
+    parts = {
+        "before": [Noted],
+        "between": (),
+        "reward_funcs": letters,
+        "train_dataset": Dataset.from_dict({"prompt": TEXTS}),
+    }
+    given = case("GRPO", parts, ours={"group_generation_over": LIMIT}, max_steps=1)
+    given |= {"deepspeed_changes": split()} if stage == 3 else {}
+    given |= {"gradient_accumulation_steps": 4 // dist.get_world_size(), "batch": rows * dist.get_world_size() // 2}
     with noted(failure) as shapes:
-        trainer = Trained(
-            model=model(), args=GRPOConfig(str(folder), **args), reward_funcs=letters, group_generation_over=LIMIT,
-            processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=Dataset.from_dict({"prompt": TEXTS}),
-        )  # fmt: skip
+        trainer = build(folder, given, 2)
         trainer.train()
-    return shapes, all(x.equal(states[0]) for x in states), [*trainer._logs["completion"]]
+    return shapes, all(x.equal(trainer.random[0]) for x in trainer.random), [*trainer._logs["completion"]]
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -1,19 +1,15 @@
 """Losses of one's own in the Trainer, from whole outputs: the numbers are those of the plain Trainer."""
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, Trainer
+from transformers import LlamaForCausalLM
 
-from hf_integration import SequenceParallelMixin
 from tests.hf.llama import IGNORE, small
-from tests.hf.test_trainer_runs import accuracy
-from tests.hf.trainers import documents, make, trained
+from tests.hf.trainers import accuracy, build, case, collate, compare, documents
 from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-SECTION = {"size": 2, "ulysses": 1}
 
 
 def by_items(outputs, labels, num_items_in_batch=None):
@@ -54,8 +50,6 @@ class Weighted:
 
 
 def weighted(examples):
-    from tests.hf.trainers import collate
-
     return {**collate(examples), "weights": torch.stack([x["weights"] for x in examples])}
 
 
@@ -67,7 +61,7 @@ def deaf():
     """Its loss is the mean of a micro-batch, which the Trainer divides by the micro-steps."""
     model = small(pad_token_id=0)
     model.accepts_loss_kwargs = False
-    return model
+    return {"model": model, "compute_metrics": accuracy}
 
 
 class AddingForCausalLM(LlamaForCausalLM):
@@ -83,98 +77,68 @@ class AddingForCausalLM(LlamaForCausalLM):
 
 def adding():
     torch.manual_seed(0)
-    return AddingForCausalLM(small(pad_token_id=0).config)
+    return {"model": AddingForCausalLM(small(pad_token_id=0).config), "compute_metrics": accuracy}
 
 
-# what a run has of its own -> what `make` is given
-LOSSES = {
-    "smoothing": lambda: {"label_smoothing_factor": 0.1},
-    "a function by items": lambda: {"parts": {"compute_loss_func": by_items}},
-    "a function of a mean": lambda: {"parts": {"compute_loss_func": focal}},
-    "a method": lambda: {"kind": OwnLoss},
-    "a model that takes no count": lambda: {"model": deaf()},
-    "a model that adds terms": lambda: {"model": adding()},
-    "a method with a column": lambda: {
-        "kind": Weighted,
-        "label_names": ["labels", "weights"],
-        "remove_unused_columns": False,
-        "parts": {
-            "data_collator": weighted,
-            "train_dataset": with_weights(32, 5),
-            "eval_dataset": with_weights(8, 9),
-        },
-    },
+def column():
+    data = {"train_dataset": with_weights(32, 5), "eval_dataset": with_weights(8, 9)}
+    return {**data, "data_collator": weighted, "before": [Weighted]}
+
+
+def own(**parts):
+    return case(parts={"compute_metrics": accuracy, **parts})
+
+
+OWN = {
+    "smoothing": own() | {"label_smoothing_factor": 0.1},
+    "a function by items": own(compute_loss_func=by_items),
+    "a function of a mean": own(compute_loss_func=focal),
+    "a method": own(before=[OwnLoss]),
+    "a method with a column": case(parts=column, label_names=["labels", "weights"], remove_unused_columns=False),
 }
+OF_MODELS = {"a model that takes no count": case(parts=deaf), "a model that adds terms": case(parts=adding)}
 
 
-def kind_of(own, shared):
-    bases = (*([own] if own else []), *([SequenceParallelMixin] if shared else []), Trainer)
-    return type("ScheduleOptions", bases, {"__module__": "users"})
-
-
-def runs(folder, names, section, stage):
-    """By name of the loss: what is logged, and what predict gives."""
-    found = {}
-    for name in names:
-        given = LOSSES[name]()
-        metric = None if name == "a method with a column" else accuracy
-        given["parts"] = {"compute_metrics": metric, **given.get("parts", {})}
-        given["kind"] = kind_of(given.get("kind"), section is not None)
-        trainer = make(f"{folder}/{name}", 2, section, stage=stage, max_steps=2, **given)
-        logs, output = trained(trainer).logs, trainer.predict(trainer.eval_dataset)
-        logs |= {name: [value] for name, value in output.metrics.items() if name in ("test_loss", "test_accuracy")}
-        found[name] = logs, output.predictions, output.label_ids
-    return found
-
-
-def columns(labels):
-    return labels if isinstance(labels, tuple) else (labels,)
+def predicted(trainer):
+    """Metrics, logits of real tokens (of padding everybody may compute something else), and labels."""
+    output = trainer.predict(trainer.eval_dataset)
+    metrics = {name: x for name, x in output.metrics.items() if name in ("test_loss", "test_accuracy")}
+    rows = zip(output.predictions, trainer.eval_dataset, strict=True)
+    return metrics, [logits[: len(x["input_ids"])] for logits, x in rows], output.label_ids
 
 
 @pytest.mark.parametrize(
     ("groups", "stage"), [(1, 2), *(pytest.param(2, stage, marks=pytest.mark.slow) for stage in (2, 3))]
 )
 def test_a_loss_of_ones_own_gives_the_plain_numbers(groups, stage, tmp_path):
-    plain = on_ranks(groups, runs, tmp_path / "plain", list(LOSSES), None, stage)[0]
-    for found in on_ranks(2 * groups, runs, tmp_path / "shared", list(LOSSES), SECTION, stage):
-        for name, (logs, predictions, labels) in found.items():
-            its_logs, its_predictions, its_labels = plain[name]
-            assert logs.keys() == its_logs.keys()
-            for key in logs:
-                assert logs[key] == pytest.approx(its_logs[key], rel=2e-4), (name, key)
-            for row, (x, mine, its) in enumerate(zip(documents(12, 9), predictions, its_predictions, strict=False)):
-                real = len(x["input_ids"])  # of padding everybody may compute something else
-                assert np.abs(mine[:real] - its[:real]).max() < 1e-4, (name, row)
-            for mine, its in zip(columns(labels), columns(its_labels), strict=True):
-                assert np.array_equal(mine, its), name
+    # an epsilon as large as gradients: else steps are made of the signs of what rounding has left
+    how = {"stage": stage, "max_steps": 2, "section": {"ulysses": 1}, "then": predicted, "adam_epsilon": 1e-2}
+    how["rel"] = 1e-4
+    compare(tmp_path, OWN | OF_MODELS, (2 * groups, 2), batch=2 * groups, alone=False, **how)
 
 
-def repeated(folder, names, section, counts):
-    """By name of the loss and number of examples: evaluation losses, where the last batch repeats some of them."""
+def repeated(folder, names, counts, size=None):
+    """By name and number of examples: evaluation losses of untrained models."""
     found = {}
     for name in names:
-        given = LOSSES[name]()
-        given["kind"] = kind_of(given.get("kind"), section is not None)
-        trainer = make(f"{folder}/{name}", 2, section, stage=3, **given)
+        trainer = build(f"{folder}/{name}", {**OWN[name], "stage": 3, "section": {"ulysses": 1}}, size)
         for count in counts:
             found[name, count] = trainer.evaluate(with_weights(count, seed=9))["eval_loss"]
     return found
-
-
-OWN = [name for name in LOSSES if not name.startswith("a model")]  # of whose own loss each example counts once
 
 
 @pytest.mark.parametrize(
     ("names", "counts"),
     [
         (["a function by items", "a method with a column"], (5, 6)),
-        pytest.param(OWN, (5, 6, 7), marks=pytest.mark.slow),
+        pytest.param([*OWN], (5, 6, 7), marks=pytest.mark.slow),
     ],
     ids=len,
 )
 def test_an_evaluation_whose_last_batch_repeats_examples_gives_the_plain_loss(names, counts, tmp_path):
-    """Of 6 examples, two groups of 2 leave one with repetitions alone; of 5 and 7, with fewer than another."""
-    plain = on_ranks(2, repeated, tmp_path / "plain", names, None, counts)[0]
+    """Of 6 examples, two groups of 2 leave one with repetitions alone; of 5 and 7, with fewer than another. Of a
+    model's own loss no example counts once."""
+    plain = on_ranks(2, repeated, tmp_path / "plain", names, counts)[0]
     assert len(plain) == len(counts) * len(names)
-    for found in on_ranks(4, repeated, tmp_path / "shared", names, SECTION, counts):
-        assert found == pytest.approx(plain, rel=2e-4)
+    for found in on_ranks(4, repeated, tmp_path / "shared", names, counts, 2):
+        assert found == pytest.approx(plain, rel=1e-5)

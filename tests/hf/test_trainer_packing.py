@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from tests.hf.trainers import documents, settings
 from tests.launch import on_ranks
 from tests.words import missing
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_trainer.py"
 TOKENS = 64
 
 
@@ -106,7 +104,8 @@ def example(ranks, folder, texts):
     (folder / "ds.json").write_text(json.dumps(settings({"size": ranks}, 3)))
     words = ["--pack", "--data", texts, "--seq_len", 200, "--documents", 32, "--eval_documents", 6]
     words += ["--max_steps", 3, "--logging_steps", 1, "--save_steps", 3, "--output_dir", folder / "out"]
-    ran = scripts.run(ranks, folder, EXAMPLE, *words, "--deepspeed", folder / "ds.json", "--local_rank=LOCAL_RANK")
+    words += ["--deepspeed", folder / "ds.json"]
+    ran = scripts.run(ranks, folder, scripts.EXAMPLE, *words, "--local_rank=LOCAL_RANK")
     assert not ran.failed, ran.stdout[-2000:] + ran.stderr[-3000:]
     held_out = float(re.search(r"held-out loss (\d\.\d{3}), perplexity", ran.stdout)[1])
     log = json.loads((folder / "out" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]

@@ -8,66 +8,25 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from datasets import Dataset
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import (
     ByT5Tokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
-    LlamaForCausalLM,
     default_data_collator,
 )
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import SequenceParallelTrainer
-from tests.dist.ranks import is_one_sentence, not_refused, refusal
+from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import small
-from tests.hf.trainers import documents, end_workers, make, settings, trained
+from tests.hf.losses import half_loss, local_mean, own_forward, prompt_tuned, unshifted_loss, with_loss
+from tests.hf.trainers import assert_refused, case, documents, make, settings, trained
 from tests.launch import on_trainer_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 SECTION = {"size": 2}
-
-
-def unshifted_loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
-    """Takes shift_labels and shifts labels itself."""
-    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-    return losses / num_items_in_batch
-
-
-def local_mean(logits, labels, vocab_size, shift_labels=None, **kwargs):
-    """Takes num_items_in_batch and divides by the rank's own tokens."""
-    return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
-
-
-def half_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **kwargs):
-    """Means another loss than the usual one."""
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), shift_labels.flatten(), ignore_index=-100, reduction="sum")
-    return 0.5 * losses / num_items_in_batch
-
-
-class OwnForwardForCausalLM(LlamaForCausalLM):
-    """Gives its loss neither: a fault that no signature shows."""
-
-    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, shift_labels=None, **kwargs):
-        return super().forward(input_ids=input_ids, labels=labels, shift_labels=shift_labels, **kwargs)
-
-
-def own_forward():
-    return OwnForwardForCausalLM(small(pad_token_id=0).config)
-
-
-def with_loss(function):
-    model = small(pad_token_id=0)
-    model.loss_function = function
-    return model
-
-
-def prompt_tuned():
-    import peft
-
-    return peft.get_peft_model(small(pad_token_id=0), peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4))
 
 
 def packed(first=0):
@@ -80,7 +39,7 @@ def equal(length, count=16):
 
 
 TEXTS = [{"text": "a", "id": 1}] * 8
-WORKER = {"dataloader_num_workers": 1}
+TOKENIZER = ByT5Tokenizer(extra_ids=0)
 
 
 def builtin():
@@ -88,12 +47,8 @@ def builtin():
     return ParallelismConfig(sp_backend="deepspeed", sp_size=1, cp_size=2)
 
 
-def parts(**given):
-    return {"parts": given}
-
-
 def right_padded():
-    return DataCollatorForLanguageModeling(ByT5Tokenizer(extra_ids=0), mlm=False)
+    return DataCollatorForLanguageModeling(TOKENIZER, mlm=False)
 
 
 def broken(examples):
@@ -128,106 +83,90 @@ OTHER_VALUES = {
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1e-3}},
 }
-# what is wrong -> (what `make` is given, words of the sentence)
+
+
+def own(parts=dict, **changes):
+    """A case of one batch a step."""
+    return case(parts=parts, batch=2, gradient_accumulation_steps=1, **changes)
+
+
+def data(train_dataset, data_collator=default_data_collator, **changes):
+    return own({"train_dataset": train_dataset, "data_collator": data_collator}, **changes)
+
+
+def wrong_in_evaluation():
+    rows = {"train_dataset": equal(24), "eval_dataset": packed(first=1)}
+    return own({**rows, "data_collator": default_data_collator}, eval_on_start=True)
+
+
+FOREIGN = ["input_ids", "got id, text alone", "tokenize"]
+# what is wrong -> (the case, or what makes it; words of the sentence)
 WRONG = {
-    "context parallelism": (lambda: {"parallelism_config": builtin()}, ["ParallelismConfig", "got cp_size 2"]),
-    "tokens not averaged": (
-        lambda: {"average_tokens_across_devices": False},
-        ["average_tokens_across_devices=False"],
-    ),
+    "context parallelism": (lambda: own(parallelism_config=builtin()), ["ParallelismConfig", "got cp_size 2"]),
+    "tokens not averaged": (own(average_tokens_across_devices=False), ["average_tokens_across_devices=False"]),
     "values of the JSON that are not those of arguments": (
-        lambda: {"deepspeed_changes": OTHER_VALUES},
+        own(deepspeed_changes=OTHER_VALUES),
         [
             *("train_batch_size", "train_micro_batch_size_per_gpu=5", "gradient_accumulation_steps=3", "bf16.enabled"),
             *("gradient_clipping=0.5 for max_grad_norm=1.0", "optimizer.params.lr=0.1", "optimizer.params.eps"),
         ],
     ),
-    "loss ignores shift_labels": (lambda: {"model": with_loss(unshifted_loss)}, ["shift_labels", "loss_function that"]),
-    "loss ignores num_items": (lambda: {"model": with_loss(local_mean)}, ["num_items_in_batch", "loss_function that"]),
+    "loss ignores shift_labels": (
+        lambda: own({"model": with_loss(unshifted_loss)}),
+        ["shift_labels", "loss_function that"],
+    ),
+    "loss ignores num_items": (
+        lambda: own({"model": with_loss(local_mean)}),
+        ["num_items_in_batch", "loss_function that"],
+    ),
     "forward drops num_items, in tiles": (
-        lambda: {"model": own_forward(), "deepspeed_changes": {"sequence_parallel": {**SECTION, "loss_tiles": 2}}},
+        lambda: own({"model": own_forward()}, section={"loss_tiles": 2}),
         ["num_items_in_batch", "where that is"],
     ),
-    "virtual tokens": (lambda: {"model": prompt_tuned()}, ["prompt learning", "use LoRA"]),
+    "virtual tokens": (lambda: own({"model": prompt_tuned()}), ["prompt learning", "use LoRA"]),
     "batches by the first rank, and of all groups": (
-        lambda: {"accelerator_config": {"dispatch_batches": True, "split_batches": True}},
+        own(accelerator_config={"dispatch_batches": True, "split_batches": True}),
         ["dispatch_batches=False", "split_batches=False"],
     ),
-    "uneven batches": (lambda: {"accelerator_config": {"even_batches": False}}, ["even_batches=True"]),
-    "a collator that fails": (lambda: parts(train_dataset=equal(24), data_collator=broken), ["'weights'"]),
-    "nobody pads": (lambda: parts(data_collator=default_data_collator), ["default_data_collator", "pad_token"]),
+    "uneven batches": (own(accelerator_config={"even_batches": False}), ["even_batches=True"]),
+    "a collator that fails": (lambda: data(equal(24), broken), ["'weights'"]),
+    "nobody pads": (own({"data_collator": default_data_collator}), ["default_data_collator", "pad_token"]),
     "labels are not padded": (
-        lambda: parts(
-            train_dataset=[{**e, "labels": e["input_ids"]} for e in lists()],
-            data_collator=DataCollatorWithPadding(ByT5Tokenizer(extra_ids=0)),
-        ),
+        lambda: data([{**e, "labels": e["input_ids"]} for e in lists()], DataCollatorWithPadding(TOKENIZER)),
         ["DataCollatorWithPadding", "tokenizer.pad_token"],
     ),
-    "padding between tokens": (
-        lambda: parts(train_dataset=holes(), data_collator=default_data_collator),
-        ["attention_mask", "zeros between"],
-    ),
-    "documents that begin in the middle": (
-        lambda: parts(train_dataset=packed(first=1), data_collator=default_data_collator),
-        ["position_ids", "got 1", "token 0"],
-    ),
-    "wrong documents for evaluation": (
-        lambda: {
-            **parts(train_dataset=equal(24), eval_dataset=packed(first=1), data_collator=default_data_collator),
-            "eval_on_start": True,
-        },
-        ["position_ids", "got 1", "token 0"],
-    ),
-    "no labels": (
-        lambda: parts(train_dataset=[{"input_ids": torch.ones(24)}] * 8, data_collator=default_data_collator),
-        ["labels"],
-    ),
-    "pictures": (
-        lambda: parts(train_dataset=equal(24), data_collator=with_pictures),
-        ["text alone", "got pixel_values"],
-    ),
-    "raw text in columns": (
-        lambda: parts(train_dataset=Dataset.from_list(TEXTS), data_collator=right_padded()),
-        ["input_ids", "got id, text alone", "tokenize"],
-    ),
-    "raw text in columns for evaluation": (
-        lambda: parts(eval_dataset=Dataset.from_list(TEXTS)),
-        ["input_ids", "got id, text alone", "tokenize"],
-    ),
+    "padding between tokens": (lambda: data(holes()), ["attention_mask", "zeros between"]),
+    "documents that begin in the middle": (lambda: data(packed(first=1)), ["position_ids", "got 1", "token 0"]),
+    "wrong documents for evaluation": (wrong_in_evaluation, ["position_ids", "got 1", "token 0"]),
+    "no labels": (lambda: data([{"input_ids": torch.ones(24)}] * 8), ["labels"]),
+    "images": (lambda: data(equal(24), with_images), ["text alone", "got pixel_values"]),
+    "raw text in columns": (lambda: data(Dataset.from_list(TEXTS), right_padded()), FOREIGN),
+    "raw text in columns for evaluation": (lambda: own({"eval_dataset": Dataset.from_list(TEXTS)}), FOREIGN),
     "raw text in rows, by a worker": (
-        lambda: {**parts(train_dataset=TEXTS, data_collator=right_padded()), **WORKER},
+        lambda: data(TEXTS, right_padded(), dataloader_num_workers=1),
         ["in a worker", "ConfigError", "got id, text alone"],
     ),
-    "a data set that fails": (
-        lambda: parts(train_dataset=Broken()),
-        ["loading data", "FileNotFoundError: no such file"],
-    ),
-    "labels on padding": (
-        lambda: parts(train_dataset=labeled_padding(), data_collator=default_data_collator),
-        ["labels", "got 6", "-100", "attention_mask"],
-    ),
-    "a misspelt section": (
-        lambda: {"deepspeed_changes": {"sequence_paralel": {"size": 2}}},
-        ['got "sequence_paralel", rename'],
-    ),
-    "a key given twice": (lambda: {"deepspeed": written_twice()}, ['"ulysses" twice']),
+    "data that fails": (lambda: own({"train_dataset": Broken()}), ["loading data", "FileNotFoundError: no such file"]),
+    "labels on padding": (lambda: data(labeled_padding()), ["labels", "got 6", "-100", "attention_mask"]),
+    "a misspelt section": (own(deepspeed_changes={"sequence_paralel": {}}), ['got "sequence_paralel", rename']),
+    "a key given twice": (lambda: own(deepspeed=written_twice()), ['"ulysses" twice']),
     "what DeepSpeed refuses": (
-        lambda: {"deepspeed_changes": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1.5}}},
+        own(deepspeed_changes={"zero_optimization": {"stage": 2, "reduce_bucket_size": 1.5}}),
         ["zero_optimization.reduce_bucket_size", "1.5"],
     ),
     "a loader of sp.loader": (
-        lambda: {"kind": loaders(lambda trainer: trainer.sp.loader)},
+        lambda: own(kind=loaders(lambda trainer: trainer.sp.loader)),
         ["a loader of sp.loader", "return self.accelerator.prepare(DataLoader(...))"],
     ),
-    "several GPUs' JSON": (lambda: {"deepspeed_changes": {"sequence_parallel_size": 2}}, ["sequence_parallel_size"]),
-}  # fmt: skip
+    "several GPUs' JSON": (own(deepspeed_changes={"sequence_parallel_size": 2}), ["sequence_parallel_size"]),
+}
 
 
 def holes():
     return [{**example, "attention_mask": (torch.arange(24) % 9 > 0).long()} for example in equal(24)]
 
 
-def with_pictures(examples):
+def with_images(examples):
     return {**default_data_collator(examples), "pixel_values": torch.zeros(2, 2)}
 
 
@@ -252,25 +191,8 @@ class Broken(torch.utils.data.Dataset):
         raise FileNotFoundError("no such file")
 
 
-def try_wrong(folder, names):
-    """What the Trainer raises for each, by name: (kind, sentence, steps made)."""
-    found, made = {}, []
-    for name in names:
-        given = {"gradient_accumulation_steps": 1, **WRONG[name][0]()}
-
-        def run(name=name, given=given):
-            made.append(make(f"{folder}/{name}", 2, SECTION, **given))
-            made[-1].train()
-
-        said = refusal(run)
-        end_workers()
-        found[name] = *said, sum(trainer.state.global_step for trainer in made)
-    return found
-
-
 def test_each_is_refused_by_every_rank_before_the_first_step(tmp_path):
-    for found in on_ranks(2, try_wrong, tmp_path, list(WRONG)):
-        assert not_refused(found, WRONG) == {}
+    assert_refused(tmp_path, __name__)
 
 
 class ScaledLoss(SequenceParallelTrainer):

@@ -1,22 +1,19 @@
 """Scripts that train with the Trainer: ours in all ways it is started, and a plain one with the documented change."""
 
 import json
-import os
 import re
 from pathlib import Path
 
 import pytest
-from accelerate.commands.launch import launch_command, launch_command_parser
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 from tests import scripts
 from tests.hf.llama import llama
 from tests.hf.trainers import settings
+from tests.scripts import EXAMPLE, ROOT, save_texts, set_by_accelerate
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "finetune_trainer.py"
 PLAIN = (Path(__file__).parent / "plain_trainer.py").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "trainer.md").read_text(), re.S)
 
@@ -84,22 +81,6 @@ def run(launcher, ranks, config, folder, *more):
     return scripts.run(ranks, folder, EXAMPLE, "--local_rank=LOCAL_RANK", *words)
 
 
-def set_by_accelerate(ranks, *options):
-    """What `accelerate launch` sets for the processes it starts: it is stopped before it starts any."""
-    words, found, before = [*options, "--num_processes", str(ranks), "script.py"], {}, dict(os.environ)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.run.run", lambda args: found.update(os.environ))
-        launch_command(launch_command_parser().parse_args(words))
-    return {name: value for name, value in found.items() if before.get(name) != value}
-
-
-def save_texts(folder):
-    """A few short ones: all of Python's own take seconds to be listed and read, on every rank."""
-    folder.mkdir()
-    for number in range(15):
-        (folder / f"{number}.txt").write_text(f"document {number} says so. " * (4 + number % 7))
-
-
 CHECKPOINTED = ["--gradient_checkpointing", "True"]
 LORA = ["--lora", "--bf16", "True", *CHECKPOINTED]
 
@@ -146,12 +127,12 @@ def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, t
         assert losses[-1] < losses[0]
 
 
-def test_the_example_with_pictures_trains_and_counts(tmp_path):
+def test_the_example_with_images_trains_and_counts(tmp_path):
     words = ["--deepspeed", ROOT / "ds_configs" / "zero2_sp2_dp.json", "--output_dir", tmp_path]
     words += ["--max_steps", STEPS, "--per_device_train_batch_size", 2]
     ran = scripts.run(2, tmp_path, ROOT / "examples" / "count_shapes.py", *words)
     assert not ran.failed, ran.stdout[-2000:] + ran.stderr[-3000:]
-    assert re.search(r"\d+% of 48 held-out pictures are counted right", ran.stdout), ran.stdout[-2000:]
+    assert re.search(r"\d+% of 48 held-out images are counted right", ran.stdout), ran.stdout[-2000:]
     assert (tmp_path / "loss.png").is_file()
     assert (tmp_path / "sample.png").is_file()
 

@@ -11,13 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from transformers import ByT5Tokenizer
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from hf_integration import SequenceParallelMixin, share_accelerator
+from hf_integration import share_accelerator
 from hf_integration.trainer import vllm
-from tests.hf.test_trainer_rl import LENGTH, figures, letters, model, odd, prompts, same
-from tests.hf.trainers import fields, split
+from tests.hf.trainers import build, case, differences, split, untimed
 from tests.hf.vllm_server import CONFIG, Server, vllm_stands_in
 from tests.launch import free_port, on_ranks, on_trainer_ranks
 from tests.words import missing
@@ -93,37 +91,32 @@ def test_whatever_the_server_does_wrong_is_an_error_on_all_ranks():
     assert [len(x) for x in ranks[0]["works"]] == [4, 4]
 
 
-# what is trained -> arguments of the trainer and of its configuration
+def own_noise(**parts):
+    return {"between": (), **parts}
+
+
+def with_adapters():
+    return own_noise(peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+IN_PARTS = {"deepspeed_changes": split()}
 CASES = {
-    "grpo, in parts": lambda: ({}, {"deepspeed_changes": split(), "vllm_importance_sampling_mode": "token_truncate"}),
-    "rloo": lambda: ({}, {"beta": 0.0, "num_iterations": 2, "max_steps": 3}),
-    "grpo, adapters in parts": lambda: (
-        {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")},
-        {"deepspeed_changes": split(), "learning_rate": 3e-2, "eval_strategy": "steps", "eval_steps": 1},
+    "grpo, in parts": case("GRPO", own_noise, **IN_PARTS, vllm_importance_sampling_mode="token_truncate"),
+    "rloo": case("RLOO", own_noise, beta=0.0, num_iterations=2, max_steps=3),
+    "grpo, adapters in parts": case(
+        "GRPO", with_adapters, **IN_PARTS, learning_rate=3e-2, eval_strategy="steps", eval_steps=1
     ),
-    "on the ranks": lambda: ({}, {"vllm_mode": "colocate"}),
+    "on the ranks": case("GRPO", own_noise, vllm_mode="colocate"),
 }
 
 
 def trained(folder, name, size, url, lost=math.inf):
     """(what is logged, the completions of the last steps, the weights of each update). lost: as of `vllm_stands_in`."""
-    import trl
-
-    kind = "RLOO" if name.startswith("rloo") else "GRPO"
-    torch.manual_seed(3)  # of adapters too
-    own, changes = CASES[name]()
-    how = {
-        **{"max_steps": 2, "bf16": False, "num_generations": 2, "max_completion_length": LENGTH, "use_vllm": True},
-        **{"vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 0, **changes},
-    }
+    how = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 0}
     with vllm_stands_in(lost) as received:
-        trainer = type("Tried", (*([SequenceParallelMixin] if size else []), getattr(trl, f"{kind}Trainer")), {})(
-            model=model(), args=getattr(trl, f"{kind}Config")(str(folder), **fields(4, size and {"size": size}, **how)),
-            processing_class=ByT5Tokenizer(extra_ids=0), train_dataset=prompts(12), eval_dataset=prompts(4, 9),
-            reward_funcs=[letters, odd], **own,
-        )  # fmt: skip
+        trainer = build(folder, {**how, **CASES[name]}, size, 4 * dist.get_world_size() // (size or 1))
         trainer.train()
-    return figures(trainer.state.log_history), [*trainer._logs["completion"]], received
+    return untimed(trainer.state.log_history), [*trainer._logs["completion"]], received
 
 
 def runs(folder, size, urls):
@@ -148,7 +141,7 @@ def test_requests_and_all_that_is_logged_are_trls(names, ranks, tmp_path):
         for rank, found in enumerate(shared):
             history, completions, _ = found[name]
             trls, of_trl, _ = plain[rank // 2][name]
-            assert same(history, trls), (name, rank, history, trls)
+            assert differences(trls, history, within=1e-5) == [], (name, rank)
             assert completions == of_trl
         updates, of_trl = shared[0][name][2], plain[0][name][2]
         assert len(updates) == len(of_trl) > 1

@@ -9,16 +9,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-import ds_seqpar
 from tests import scripts
-from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.dist.ranks import lacking, make, refusal
 from tests.grids import each_then_rest
-from tests.hf.llama import MODES, RATE, array, gap, norm, part, ragged, settings, small, weights
-from tests.hf.test_whole_in_whole_out import preference
-from tests.launch import on_engine_ranks as on_ranks
-from tests.words import missing
+from tests.hf.llama import array, gap, small
+from tests.launch import on_each_of
 
 pytestmark = pytest.mark.usefixtures("compiled")
 DOCS = (Path(__file__).parents[2] / "docs" / "own_loop.md").read_text(encoding="utf-8")
@@ -136,95 +132,6 @@ def test_three_lines_make_a_script_sequence_parallel(script, changes, tmp_path):
         assert np.abs(np.subtract(weights, wanted)).max() <= 1e-6 * np.abs(wanted).max()
 
 
-# --- losses that are no sum over tokens, whoever averages the gradients
-
-
-SECTION, STEPS = MODES["r2"], 2  # on 4 ranks: two groups, of two rows each
-
-
-def losses_of(model, sp=None):
-    """The loss of each micro-batch: of all groups, or of this rank's."""
-    for batch in ragged(SECTION, 2, STEPS):
-        groups = range(2) if sp is None else [sp.data_rank]
-        for group in groups:
-            mine = part(batch, group, 2)
-            output = model(**mine)
-            yield preference(output, mine) * output.loss.sqrt() + output.logits[..., :3].amax()
-
-
-def alone():
-    """(gradients, losses) of one process: the mean over groups and micro-batches."""
-    model = small()
-    losses = list(losses_of(model))
-    torch.stack(losses).mean().backward()
-    return {name: array(p.grad) for name, p in model.named_parameters()}, [loss.item() for loss in losses]
-
-
-def on_engine(stages):
-    """By stage: (gradients as SGD took them, DeepSpeed's norm, losses)."""
-    found = {}
-    for stage in stages:
-        engine, *_ = ds_seqpar.initialize(model=small(), config=settings(SECTION, stage, STEPS, 2))
-        losses = []
-
-        def update(engine, losses=losses):
-            for loss in losses_of(engine, engine.sequence_parallel):
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-
-        found[stage] = *stepped(engine, update), losses
-    return found
-
-
-def stepped(engine, update):
-    before = weights(engine.module)
-    update(engine)
-    after = weights(engine.module)
-    norm = engine.get_global_grad_norm()
-    return {name: (before[name] - after[name]) / RATE for name in before}, None if norm is None else float(norm)
-
-
-@pytest.mark.parametrize("stages", [["0", "3"], pytest.param(["1", "2", "3_all_reduce"], marks=pytest.mark.slow)])
-def test_zero_takes_the_mean_that_is_right(stages):
-    expected, losses = alone()
-    for rank, found in enumerate(on_ranks(4, on_engine, stages)):
-        for stage, (gradients, its_norm, its_losses) in found.items():
-            assert gap(gradients, expected) < 1e-5, stage
-            assert its_losses == pytest.approx(losses[rank // 2 :: 2], rel=1e-6), stage
-            assert its_norm is None or its_norm == pytest.approx(norm(expected), rel=1e-5), stage
-
-
-WRAPPERS = {
-    "DDP": DistributedDataParallel,
-    "DDP that looks for unused parameters": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
-    "FSDP2": lambda model: fully_shard([fully_shard(layer) for layer in model.model.layers] and model),
-    "FSDP2, head chunks": lambda model: WRAPPERS["FSDP2"](model),
-    "DDP of a static graph, head chunks": lambda model: DistributedDataParallel(model, static_graph=True),
-}
-
-
-def wrapped(names):
-    """By wrapper the gradients after two micro-batches."""
-    sp, found = make(**SECTION), {}
-    in_chunks = make(**SECTION, head_chunks=2, mlp_tiles=3)
-    for name in names:
-        model = small().patch_attention(in_chunks if "chunks" in name else sp)
-        around = WRAPPERS[name](model)
-        for loss in losses_of(around, in_chunks if "chunks" in name else sp):
-            (loss / STEPS).backward()
-        grads = {name: p.grad for name, p in model.named_parameters()}
-        found[name] = {name: array(getattr(x, "full_tensor", lambda x=x: x)()) for name, x in grads.items()}
-    return found
-
-
-def test_wrappers_take_it_too():
-    expected, _ = alone()
-    for found in on_ranks(4, wrapped, list(WRAPPERS)):
-        for name, gradients in found.items():
-            assert gap(gradients, expected) < 1e-5, name
-
-
 # --- FSDP2 that casts what modules are given, for which it rebuilds all dataclasses in their arguments
 
 IDS = torch.randint(0, 64, (2, 47), generator=torch.Generator().manual_seed(1))
@@ -249,47 +156,32 @@ def gradients(dtype, batch, shared):
     return {name: array(p.grad.full_tensor()) for name, p in model.named_parameters()}
 
 
-def cast(names):
-    """By batch how far bf16's gradients are from fp32's: (a plain model's, a patched one's); the tokens of both."""
-    found = {}
-    for name in names:
-        more = CAST[name]
-        labels = IDS.masked_fill(more["position_ids"] == 0, -100) if more else IDS
-        batch = {"input_ids": IDS, "labels": labels, **more}
-        exact = gradients(torch.float32, batch, False)
-        found[name] = [gap(gradients(torch.bfloat16, batch, shared), exact) for shared in (False, True)]
+@pytest.mark.parametrize("name", each_then_rest(["sharded packs"], ["whole, of odd length"]))
+@on_each_of(2, keep="deepspeed")
+def test_fsdp2_casts_to_bf16(name):
+    """How far bf16's gradients are from fp32's, of a plain model and of a patched one; and the tokens of both."""
+    labels = IDS.masked_fill(CAST[name].get("position_ids", IDS.new_ones(())) == 0, -100)
+    batch = {"input_ids": IDS, "labels": labels, **CAST[name]}
+    exact = gradients(torch.float32, batch, False)
+    plain, ours = (gap(gradients(torch.bfloat16, batch, shared), exact) for shared in (False, True))
+    assert 1e-4 < plain < 0.1
+    assert ours < 1.5 * plain
     mask = torch.ones_like(IDS).index_fill_(1, torch.arange(3), 0)
     mask[0] = 1
+    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     models = [in_fsdp2(model.eval(), torch.bfloat16) for model in (small(), small().patch_attention(make(size=2)))]
-    wanted = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    return found, [model.generate(input_ids=IDS, attention_mask=mask, **wanted).tolist() for model in models]
+    expected, tokens = (model.generate(input_ids=IDS, **how) for model in models)
+    assert torch.equal(tokens, expected)
 
 
-@pytest.mark.parametrize("names", each_then_rest([["sharded packs"]], [["whole, of odd length"]]))
-def test_fsdp2_casts_to_bf16(names):
-    for found, (expected, tokens) in on_ranks(2, cast, names):
-        assert tokens == expected
-        for name, (plain, ours) in found.items():
-            assert 1e-4 < plain < 0.1, name
-            assert ours < 1.5 * plain, name
-
-
-def in_fsdp1():
-    """What is said of a model whose layers were in FSDP1 before it was patched, or after that."""
-    found = []
-    for patched_first in (False, True):
-        model, sp = small(use_cache=False), make(size=2)
-        if patched_first:
-            model.patch_attention(sp)
-        for number, layer in enumerate(model.model.layers):
-            model.model.layers[number] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
-        found.append(refusal(model if patched_first else model.patch_attention, *([IDS] if patched_first else [sp])))
-    return found
-
-
-def test_fsdp1_is_refused_by_name():
-    for found in on_ranks(2, in_fsdp1):
-        for kind, message in found:
-            assert kind == "ConfigError"
-            assert is_one_sentence(message)
-            assert missing(message, "FullyShardedDataParallel", "not supported", "fully_shard") == []
+@pytest.mark.parametrize("patched_first", [False, True])
+@on_each_of(2, keep="deepspeed")
+def test_fsdp1_is_refused_by_name(patched_first):
+    """Of a model whose layers were in FSDP1 before it was patched, or after that."""
+    model, sp = small(use_cache=False), make(size=2)
+    if patched_first:
+        model.patch_attention(sp)
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
+    told = refusal(model, IDS) if patched_first else refusal(model.patch_attention, sp)
+    assert lacking(told, "ConfigError", "FullyShardedDataParallel", "not supported", "fully_shard") == []

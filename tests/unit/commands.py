@@ -1,4 +1,9 @@
-"""Runs commands as users do, and reads what they answer to what does not fit."""
+"""Runs commands as users do, and reads what they answer to what does not fit; reads golden files."""
+
+import json
+from pathlib import Path
+
+import pytest
 
 from ds_seqpar.__main__ import main
 from tests.words import missing
@@ -35,3 +40,18 @@ def assert_refused(ran, *words):
     assert err.count("\n") == 1
     assert err.endswith("\n")
     assert missing(err, *words) == []
+
+
+def golden(name):
+    """Cases by name, from golden/NAME.json. "by hand": how a hand computes what is there. To add one, add what is given
+    with a result that was checked by hand."""
+    return json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def assert_has(found, wanted, exact=()):
+    """Numbers for programs have what a golden file has of them; exact: names of dicts of which it has all."""
+    for name, x in wanted.items():
+        if isinstance(x, dict) and name not in exact:
+            assert_has(found[name], x, exact)
+        else:
+            assert found[name] == (pytest.approx(x) if isinstance(x, float) else x), name

@@ -67,16 +67,16 @@ def test_every_token_is_dealt_once_and_evenly(lengths, ranks):
     assert balanced(tuple(lengths), ranks) == blocks
 
 
-@pytest.mark.parametrize("lengths", [[0], [3, -1], [2, 1.5], [True]])
-def test_lengths_that_are_none_are_refused(lengths):
-    with pytest.raises(InputError, match=f"documents.*got a length of {lengths[-1]!r}"):
-        balanced(lengths, 2)
-
-
-@pytest.mark.parametrize("ranks", [0, -1, 2.0, True])
-def test_numbers_of_ranks_that_are_none_are_refused(ranks):
-    with pytest.raises(InputError, match=f"ranks.*got {ranks!r}"):
-        balanced([4], ranks)
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "said"),
+    [
+        *((lengths, 2, f"documents.*got a length of {lengths[-1]!r}") for lengths in ([0], [3, -1], [2, 1.5], [True])),
+        *(([4], ranks, f"ranks.*got {ranks!r}") for ranks in (0, -1, 2.0, True)),
+    ],
+)
+def test_lengths_and_ranks_that_are_none_are_refused(lengths, ranks, said):
+    with pytest.raises(InputError, match=said):
+        balanced(lengths, ranks)
 
 
 def test_nothing_is_dealt_of_no_documents():

@@ -70,6 +70,7 @@ MISSPELT = [
     ("kernel", "cpuflash", ["auto", "cpu_flash", "cuda_flash", "flash_attn", "reference", "'cpu_flash'"]),
     ("rotate_forward", "k", ["'kv'"]),
     ("rotate_backward", "k", ["'kv'"]),
+    ("rank_order", "ring", ["'ring'"]),
     ("comm_dtype", "fp16", ["'bf16'"]),  # gradients of a mean loss over 16,384 tokens were 33 % off in it
     ("rank_order", "ring_inter", ["collectives_intra", "'ring_intra'"]),
 ]
@@ -96,11 +97,6 @@ def test_an_unknown_key_is_answered_with_the_nearest_or_all_keys():
     assert "got 5" in _message(Config.from_dict, {5: 2})
 
 
-@pytest.mark.parametrize("section", [[], 4, "ring", None, True])
-def test_a_section_is_an_object(section):
-    assert f"got {section!r}" in _message(read_config, {"sequence_parallel": section})
-
-
 def test_from_a_deepspeed_dict_or_file(tmp_path):
     section = {"size": 4, "ulysses": 2, "schedule": "ring", "layout": "striped", "kernel": "reference"}
     whole = {"train_batch_size": 8, "sequence_parallel": section}
@@ -111,11 +107,18 @@ def test_from_a_deepspeed_dict_or_file(tmp_path):
     assert read_config({"train_batch_size": 8}) == Config()
 
 
-@pytest.mark.parametrize("key", ["sequence_paralel", "SequenceParallel", "sequence-parallel", "seq_parallel", "sp"])
-def test_a_misspelt_section_is_named(key):
-    """It was passed over, and the run took every default."""
-    message = _message(read_config, {"train_batch_size": 8, key: {"size": 4}})
-    assert missing(message, '"sequence_parallel"', f'got "{key}"', "rename") == []
+MISSPELT_SECTIONS = ("sequence_paralel", "SequenceParallel", "sequence-parallel", "seq_parallel", "sp")
+SECTIONS = [
+    *(({"sequence_parallel": section}, f"got {section!r}") for section in ([], 4, "ring", None, True)),
+    # it was passed over, and the run took every default
+    *(({"train_batch_size": 8, key: {"size": 4}}, f'got "{key}"') for key in MISSPELT_SECTIONS),
+    ({"zero_optimization": {"stage": 3, "sequence_parallel": {"size": 4}}}, 'inside "zero_optimization"'),
+]
+
+
+@pytest.mark.parametrize(("content", "value"), SECTIONS, ids=str)
+def test_a_wrong_section_is_named(content, value):
+    assert value in _message(read_config, content)
 
 
 def test_keys_of_deepspeed_that_are_near_are_no_misspelling():
@@ -124,28 +127,22 @@ def test_keys_of_deepspeed_that_are_near_are_no_misspelling():
     assert read_config({**whole, **others}) == Config(size=4)
 
 
-def test_a_section_inside_another_is_found():
-    message = _message(read_config, {"zero_optimization": {"stage": 3, "sequence_parallel": {"size": 4}}})
-    assert missing(message, "at the top", '"sequence_parallel"', 'inside "zero_optimization"') == []
+FILES = [
+    ('{\n  "train_batch_size": 8,\n  "sequence_parallel": {"size": 4,}\n}\n', "line 3 column "),
+    ('{"sequence_parallel": {"size": 2, "ulysses": 2, "size": 4}}', '"size" twice'),  # the last one won
+    (b'{"a": "\xff"}', "UTF-8"),
+    ("[1, 2]", "holds a list"),
+    (None, "No such file"),
+]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{\n  "train_batch_size": 8,\n  "sequence_parallel": {"size": 4,}\n}\n', ["{path}, line 3 column "]),
-        ('{"sequence_parallel": {"size": 2, "ulysses": 2, "size": 4}}', ["{path}", '"size" twice']),  # the last one won
-        (b'{"a": "\xff"}', ["{path}", "UTF-8"]),
-        ("[1, 2]", ["{path} holds a list"]),
-        (None, ["{path}: No such file"]),
-    ],
-    ids=str,
-)
-def test_a_file_that_is_no_configuration_is_named(tmp_path, content, words):
+@pytest.mark.parametrize(("content", "value"), FILES, ids=str)
+def test_a_file_that_is_no_configuration_is_named(tmp_path, content, value):
     path = tmp_path / "ds.json"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     for given in (path, str(path)):
-        assert missing(_message(read_config, given), *(word.format(path=path) for word in words)) == []
+        assert missing(_message(read_config, given), str(path), value) == []
     assert f"{tmp_path}: Is a directory" in _message(read_config, tmp_path)
 
 
@@ -158,13 +155,18 @@ UNFIT = [
     ({"size": 4, "ulysses": 3}, (8,), ["ulysses 3", "size 4", "[1, 2, 4]"]),
     ({"size": 8, "ulysses": 8}, (8, (6, 2)), ["ulysses 8", "6 query", "2 key/value", "[1, 2, 4]"]),
     ({"size": 12, "ulysses": 12}, (12, (7, 7)), ["ulysses 12", "7 query", "[1, 2, 3, 4, 6]"]),
+    ({"size": 4, "schedule": "distflash", "layout": "zigzag"}, (4,), ['"contiguous"', 'got "zigzag"']),
+    ({"size": 4, "schedule": "attention2d", "rows": 3}, (4,), ["rows 3", "(rows, cols)"]),
+    ({"size": 4, "schedule": "mesh", "mesh": [2, 2, 2], "ulysses": 1}, (4,), ["4 CP ranks", "[2, 2, 2]"]),
+    ({"size": 2, "head_chunks": 8}, (2, (8, 4)), ["head_chunks", "got 8"]),
+    ({"size": 2, "ulysses": 2, "head_chunks": 2}, (2, (2, 2)), ["head_chunks", "got 2"]),
     ({"size": 2}, (2, (6, 4)), ["key/value heads", "6 and 4"]),
     ({"size": 2, "ulysses": 2}, (2, (6, 0)), ["key/value heads", "(6, 0)"]),
     ({"size": 8, "schedule": "mesh", "mesh": [3, 1, 1]}, (8, (8, 2)), ["mesh (3, 1, 1)", "size 8", "[1, 2, 4, 8]"]),
     ({"size": 8, "rank_order": "collectives_intra"}, (8,), ["sequence_parallel.rank_order", *PLACES]),
     *(
         ({"size": 8, "rank_order": axes}, (8,), ["sequence_parallel.rank_order", "axes ulysses, ring", f"got {axes}"])
-        for axes in (["ring"], ["ring", "ulysses", "x"], ["ring", "ring", "ulysses"], [])
+        for axes in (["ring"], ["ring", "x"], ["ring", "ulysses", "x"], ["ring", "ring", "ulysses"], [])
     ),
 ]
 

@@ -1,6 +1,7 @@
 """What "auto" is where the model and the length are known: what is planned, what is left alone, and what is said."""
 
 import dataclasses
+import json
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from ds_seqpar.planner.auto import line_of, request_of, resolve_with_plan
 from ds_seqpar.planner.machine import DEFAULT, Machine
 from ds_seqpar.planner.plan import PlanResult, name_of, plan
 from ds_seqpar.planner.request import Job, Model
+from tests.unit.commands import golden
 from tests.words import missing
 
 Config = SequenceParallelConfig
@@ -40,7 +42,21 @@ def _planned(world=16, job=JOB, seen=_seen, **settings):
     return Found(*resolve_with_plan(Config(**settings), job, world, seen))
 
 
-SHORT = {"schedule": "ring", "layout": "zigzag", "rank_order": "ulysses_intra"}  # a short search
+# name -> {"why", "world", "job": changes of JOB, "settings", "found": what `seen_of` gives, "says": words of the line}
+GOLDEN = golden("job")
+
+
+def seen_of(found):
+    request, best = found.plan.request, found.plan.best
+    return {
+        "section": json.loads(json.dumps(found.config.section())),
+        "asks for a plan": found.config.asks_for_plan,
+        "fits": best.memory.peak.total <= _seen().usable,
+        "seq": request.seq,
+        "documents": len(request.job.documents),
+        "sizes that keep a step": list(request.job.sizes(request.world)),
+        "sizes that are ranked": sorted({one.config.size for one in found.plan.ranked}),
+    }
 
 
 def test_all_auto_is_what_the_planner_takes():
@@ -51,75 +67,52 @@ def test_all_auto_is_what_the_planner_takes():
     assert "auto" not in (found.config.ulysses, found.config.schedule)
 
 
+EVERYTHING = {
+    "mlp_tiles": 3, "recompute_attention": False, "size": 8, "ulysses": 8, "schedule": "ring", "head_chunks": 1,
+    "loss_tiles": 1, "offload_checkpoints": False, "save_qkv_after_all_to_all": "auto",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
-        {"size": 4, "ulysses": 2, "schedule": "ring"},
-        {"rank_order": ["ulysses", "ring"]},
+        {},
+        {"size": "auto", "ulysses": "auto", "schedule": "auto"},
+        {"size": 4},
+        {"size": 4, "ulysses": 2, "schedule": "ring", "seq_len": 4096},  # which leaves no choice
+        {"rank_order": ["ulysses", "ring"], "seq_len": 4096},
+        {**EVERYTHING, "memory": "auto"},
     ],
 )
-def test_what_leaves_no_choice_is_not_planned(given):
-    assert not Config(**given, seq_len=4096).asks_for_plan
-
-
-@pytest.mark.parametrize("settings", [{}, {"size": "auto", "ulysses": "auto", "schedule": "auto"}, {"size": 4}])
-def test_nothing_is_planned_that_nobody_asked_for(settings):
+def test_nothing_is_planned_that_nobody_asked_for_or_that_leaves_no_choice(settings):
     assert not Config(**settings).asks_for_plan
 
 
-def test_a_machine_without_a_length_is_refused():
-    with pytest.raises(ConfigError, match="say seq_len too"):
-        _planned(job=dataclasses.replace(JOB, seq=None))
-    with pytest.raises(ConfigError, match=r"machine plans for a model whose numbers are known"):
-        _planned(job=None)
-
-
-def test_what_is_given_stays():
-    given = {"size": 8, "ulysses": 2, "layout": "striped", "comm_dtype": "bf16", "kernel": "reference",
-             "seq_len": 4096, "head_chunks": 2, "mlp_tiles": "auto", "loss_tiles": 3,
-             "recompute_attention": True, "recurrent_layers": "states", "latent_attention": "expanded"}  # fmt: skip
-    found = _planned(**given).config
-    assert {name: getattr(found, name) for name in given} == given
-    assert found.schedule != "auto"
-    assert not found.overlap
-
-
-def test_a_length_said_goes_before_that_of_the_data():
-    assert _planned(seq_len=5000, **SHORT).plan.request.seq == 5024  # of which 2 x 16 ranks have equal parts
-    assert _planned(**SHORT).plan.request.seq == 65536
-
-
-def test_a_length_without_a_model_is_refused():
-    for job in (None, Job(), dataclasses.replace(JOB, model=None)):
-        with pytest.raises(ConfigError, match=r"seq_len.*got 4096.*model"):
-            _planned(job=job, seq_len=4096)
-
-
-def test_a_pack_is_planned_as_its_documents():
-    pack = (1024,) * 64
-    choice = _planned(job=dataclasses.replace(JOB, documents=pack)).plan
-    assert choice.request.job.documents == pack
-    said = _planned(job=dataclasses.replace(JOB, documents=pack), seq_len=131072, **SHORT).plan
-    assert said.request.job.documents == ()
-
-
 @pytest.mark.parametrize(
-    ("job", "sizes"),
+    ("settings", "job", "said"),
     [
-        ({}, (16,)),
-        ({"sequences": 4}, (4, 8, 16)),
-        ({"sequences": 4, "batch": 2}, (8, 16)),
-        ({"sequences": 4, "batch": 2, "steps": 1}, (8,)),
-        ({"sequences": 3}, (16,)),
-        ({"sequences": 3, "batch": 2}, (16,)),  # which fits nothing, as the batch sizes are told later
+        ({}, {"seq": None}, "say seq_len too"),
+        ({}, None, r"machine plans for a model whose numbers are known"),
+        ({"seq_len": 4096}, None, r"seq_len.*got 4096.*model"),
+        ({"seq_len": 4096}, {"model": None}, r"seq_len.*got 4096.*model"),
+        ({"seq_len": 4096}, {"model": None, "seq": None}, r"seq_len.*got 4096.*model"),
+        ({"memory": "auto", "machine": "auto"}, None, r"memory plans for a .*numbers are known.*leave memory out"),
+        ({"memory": "auto", "machine": "auto"}, {"seq": None}, r"memory plans for a .*say seq_len too.*leave memory"),
     ],
 )
-def test_sizes_keep_the_sequences_of_a_step(job, sizes):
-    job = dataclasses.replace(JOB, **job)
-    assert job.sizes(16) == sizes
-    found = _planned(job=job, **SHORT)
-    assert found.config.size in sizes
-    assert all(one.config.size in sizes for one in found.plan.ranked)
+def test_what_cannot_be_planned_is_refused(settings, job, said):
+    job = job if job is None else dataclasses.replace(JOB, **job)
+    with pytest.raises(ConfigError, match=said):
+        _planned(job=job, world=8, **settings)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_what_is_planned_and_said_is_that_of_the_golden_file(name):
+    case = GOLDEN[name]
+    job = {field: tuple(x) if isinstance(x, list) else x for field, x in case["job"].items()}
+    found = _planned(case["world"], dataclasses.replace(JOB, **job), **case["settings"])
+    assert seen_of(found) == case["found"]
+    assert missing(line_of(found.plan), *case["says"]) == []
 
 
 def test_a_json_says_what_is_trained():
@@ -142,65 +135,6 @@ def test_a_machine_that_is_named_has_the_ranks_that_launch():
     assert (machine.name, machine.per_node) == ("a100-ib", 4)
     with pytest.raises(ConfigError, match=r"modest.*got 'a100'"):
         planning.named_machine(Config(machine="a100"))
-
-
-def test_too_little_memory_is_said_and_the_fastest_taken():
-    """A machine may only be supposed: what is predicted not to fit may fit."""
-    found = _planned(job=dataclasses.replace(JOB, seq=2**24))
-    line = line_of(found.plan)
-    needed = found.plan.best.memory.peak.total
-    assert needed > _seen().usable
-    assert missing(line, f"{needed / 2**30:.1f} GiB", f" {_seen().usable / 2**30:.1f}") == []
-
-
-SPARED = ("loss_tiles", "mlp_tiles", "head_chunks", "offload_checkpoints", "recompute_attention")
-
-
-@pytest.mark.parametrize(("seq", "spared"), [(2**15, ()), (2**18, SPARED[:1]), (2**21, (*SPARED[:2], SPARED[3]))])
-def test_memory_auto_spares_what_a_length_needs(seq, spared):
-    """And nothing else: what spares least and takes no time first."""
-    found = _planned(world=8, seq_len=seq, memory="auto", size=8, ulysses=8)
-    changed = {name for name in SPARED if getattr(found.config, name) != getattr(Config(), name)}
-    assert changed - {"head_chunks"} == set(spared)
-    assert found.plan.best.memory.peak.total <= _seen().usable
-    assert (found.config.memory, found.config.asks_for_plan) == ("auto", False)
-    line = line_of(found.plan)
-    assert missing(line, *(spared or ("nothing that spares memory",)), f" of {_seen().usable / 2**30:.1f} GiB") == []
-
-
-def test_memory_auto_leaves_what_is_said():
-    said = {"mlp_tiles": 3, "recompute_attention": False, "size": 8, "ulysses": 8, "schedule": "ring", "head_chunks": 1}
-    found = _planned(world=8, seq_len=2**21, memory="auto", **said)
-    assert {name: getattr(found.config, name) for name in said} == said
-    assert found.config.loss_tiles == "auto"
-    _, alone = resolve_with_plan(Config(size=8, memory="auto"), JOB, 8, _seen)  # asks for a plan by itself
-    assert alone.request.seq == JOB.seq
-    for job, words in ((None, "numbers are known"), (dataclasses.replace(JOB, seq=None), "say seq_len too")):
-        with pytest.raises(ConfigError, match=rf"memory plans for a .*{words}.*leave memory out"):
-            resolve_with_plan(Config(memory="auto"), job, 8, _seen)
-    everything = {
-        "loss_tiles": 1,
-        "mlp_tiles": 1,
-        "offload_checkpoints": False,
-        "save_qkv_after_all_to_all": "auto",
-        **said,
-    }
-    assert not Config(**everything, memory="auto").asks_for_plan
-
-
-def test_where_nothing_fits_memory_auto_spares_all_that_it_may():
-    found = _planned(world=8, seq_len=2**24, memory="auto", size=8, ulysses=2)
-    its = found.config
-    assert (its.loss_tiles, its.mlp_tiles, its.offload_checkpoints, its.recompute_attention) == (
-        "auto",
-        "auto",
-        True,
-        True,
-    )
-    assert its.head_chunks > 1
-    assert missing(line_of(found.plan), "attention runs twice", " GiB a rank where the machine has ") == []
-    saving = _planned(world=8, seq_len=2**24, memory="auto", size=8, job=dataclasses.replace(JOB, checkpointing=False))
-    assert "gradient checkpointing would spare most" in line_of(saving.plan)
 
 
 def test_the_memory_that_ranks_see_is_the_machines():

@@ -95,7 +95,7 @@ def test_memory_is_that_of_a_full_pack(capsys, files):
     assert missing(_ask(capsys, "memory", *PACKED, "--ranks", 4)[0], "at most 4 x 4,096 tokens", "cut") == ["cut"]
 
 
-def test_a_picture_has_a_row_for_each_rank(capsys, files):
+def test_a_figure_has_a_row_for_each_rank(capsys, files):
     pixels = pytest.importorskip("matplotlib.image")
     out = _ask(capsys, "show", "--tokens-per-rank", 4096, "--png", "packs.png")[0]
     assert out.endswith("wrote packs.png\n")

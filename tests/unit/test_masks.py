@@ -289,17 +289,6 @@ def test_tiles_are_exact(runs, mask, square):
     _assert_exact(*runs, mask, square)
 
 
-@pytest.mark.parametrize("layout", COMMON)
-def test_tiles_of_packed_documents_are_exact(layout):
-    packs = [[1] * 24, [8, 8, 8], [5, 7, 12], [1, 22, 1], [24], [3, 1, 1, 9, 2, 8]]
-    for lengths, ranks, window in itertools.product(packs, (1, 2, 4), (None, 1, 3, 8)):
-        blocks = _blocks(layout, ranks, 24 // ranks)
-        mask = Mask(window=window, documents=Mask.documents_of(lengths))
-        for q, kv in itertools.product(blocks, repeat=2):
-            _assert_exact(q, kv, mask)
-            _assert_exact(q, kv, mask, square=True)
-
-
 # ---- and few
 
 
@@ -327,43 +316,39 @@ def test_a_causal_edge_needs_few_calls(layout, square):
         assert calls <= most, ranks
 
 
-def test_a_full_mask_is_one_call():
-    assert tiles((Run(3, 2, 4), Run(0, 1, 2)), (Run(9, 1, 5),), FULL) == (Tile(0, 6, 0, 5, "full"),)
-    assert tiles((), (Run(9, 1, 5),), FULL) == tiles((Run(9, 1, 5),), (), CAUSAL) == ()
+LONG, BEFORE, AFTER = (Run(0, 1, 64),), (Run(0, 1, 16),), (Run(16, 1, 16),)
+DOCUMENTS = Mask(documents=(0, 8, 16, 24, 32, 40, 48, 56))
+PROMPT = Mask(documents=(0, 16, 32, 48), parents=(-1, 0, 0, 0))
 
 
-def test_a_window_on_one_rank_is_a_triangle_and_a_band():
-    runs = (Run(0, 1, 64),)
-    assert tiles(runs, runs, Mask(window=16)) == (Tile(0, 16, 0, 16, "causal"), Tile(16, 64, 1, 64, "band", 16))
-    assert tiles(runs, runs, Mask(window=64)) == tiles(runs, runs, CAUSAL)
+def triangles(size, kind="causal"):
+    return tuple(Tile(at, at + size, at, at + size, kind) for at in range(0, 64, size))
 
 
-def test_a_window_that_ends_in_the_block_before_is_its_upper_triangle():
-    before, after = (Run(0, 1, 16),), (Run(16, 1, 16),)
-    assert tiles(after, before, Mask(window=17)) == (Tile(0, 16, 0, 16, "upper"),)
-    assert tiles(after, before, Mask(window=16)) == (Tile(0, 15, 1, 16, "upper"),)
-    assert tiles(after, before, Mask(window=1)) == ()
+# (queries, keys, mask, tiles): as few as there can be
+FEW = [
+    ((Run(3, 2, 4), Run(0, 1, 2)), (Run(9, 1, 5),), FULL, (Tile(0, 6, 0, 5, "full"),)),
+    ((), LONG, FULL, ()),
+    (LONG, (), CAUSAL, ()),
+    (LONG, LONG, Mask(window=16), (Tile(0, 16, 0, 16, "causal"), Tile(16, 64, 1, 64, "band", 16))),
+    (LONG, LONG, Mask(window=64), (Tile(0, 64, 0, 64, "causal"),)),
+    # a window that ends in the block before is that one's upper triangle
+    (AFTER, BEFORE, Mask(window=17), (Tile(0, 16, 0, 16, "upper"),)),
+    (AFTER, BEFORE, Mask(window=16), (Tile(0, 15, 1, 16, "upper"),)),
+    (AFTER, BEFORE, Mask(window=1), ()),
+    # documents that end with blocks are a triangle or a square each; a window of one key is one band whatever they are
+    (LONG, LONG, DOCUMENTS, triangles(8)),
+    (LONG, LONG, Mask(causal=False, documents=DOCUMENTS.documents), triangles(8, "full")),
+    (LONG, LONG, Mask(window=1), (Tile(0, 64, 0, 64, "band", 1),)),
+    (LONG, LONG, Mask(window=1, documents=(0, 8, 9)), (Tile(0, 64, 0, 64, "band", 1),)),
+    # completions of a prompt see it in one rectangle
+    (LONG, LONG, PROMPT, (*triangles(16), Tile(16, 64, 0, 16, "full"))),
+]
 
 
-def test_documents_that_end_with_blocks_are_a_triangle_each():
-    runs = (Run(0, 1, 24),)
-    found = tiles(runs, runs, Mask(documents=(0, 8, 16)))
-    assert found == tuple(Tile(at, at + 8, at, at + 8, "causal") for at in (0, 8, 16))
-    found = tiles(runs, runs, Mask(causal=False, documents=(0, 8, 16)))
-    assert found == tuple(Tile(at, at + 8, at, at + 8, "full") for at in (0, 8, 16))
-
-
-def test_a_window_of_one_key_is_one_band_whatever_the_documents():
-    runs = (Run(0, 1, 24),)
-    for documents in ((), (0, 8, 9)):
-        assert tiles(runs, runs, Mask(window=1, documents=documents)) == (Tile(0, 24, 0, 24, "band", 1),)
-
-
-def test_completions_of_a_prompt_are_a_triangle_each_and_see_it_in_one_rectangle():
-    runs = (Run(0, 1, 40),)
-    found = tiles(runs, runs, Mask(documents=(0, 16, 24, 32), parents=(-1, 0, 0, 0)))
-    triangles = [Tile(at, at + size, at, at + size, "causal") for at, size in ((0, 16), (16, 8), (24, 8), (32, 8))]
-    assert found == (*triangles, Tile(16, 40, 0, 16, "full"))
+@pytest.mark.parametrize(("queries", "keys", "mask", "expected"), FEW, ids=str)
+def test_tiles_are_as_few_as_there_can_be(queries, keys, mask, expected):
+    assert tiles(queries, keys, mask) == expected
 
 
 # ---- who sees whom

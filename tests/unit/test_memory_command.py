@@ -1,5 +1,6 @@
 """`python -m ds_seqpar memory`: what it counts, prints and draws, and its answer to what does not fit."""
 
+import dataclasses
 import json
 import re
 
@@ -8,30 +9,13 @@ import pytest
 from ds_seqpar.cli.memory import LIMIT, SHADES
 from ds_seqpar.models import numbers_of
 from ds_seqpar.planner.footprint import FOOTPRINT_ITEMS
-from tests.unit.commands import LLAMA, assert_refused, run, with_options
+from tests.unit.commands import LLAMA, assert_has, assert_refused, golden, run, with_options
 from tests.words import missing
 
-ENDS, ATTENTION = 256 * 64, 64 * (8 + 2 + 2 + 8) * 8
-# config -> (all parameters, those of a layer, the intermediates of a token, tied), by hand
-COUNTED = {
-    "llama": (LLAMA, ATTENTION + 3 * 64 * 96 + 2 * 64, 96, False),
-    "tied": ({**LLAMA, "tie_word_embeddings": True}, ATTENTION + 3 * 64 * 96 + 2 * 64, 96, True),
-    "biases and norms of heads": (
-        {**LLAMA, "model_type": "qwen3", "head_dim": 8, "attention_bias": True},
-        ATTENTION + 3 * 64 * 96 + 2 * 64 + 2 * 8 + (8 + 2 + 2) * 8 + 64,
-        96,
-        False,
-    ),
-    "experts": (
-        {
-            **LLAMA, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [],
-        },
-        ATTENTION + 4 * 3 * 64 * 32 + 4 * 64 + 2 * 64 + 2 * 8,
-        2 * 32,
-        False,
-    ),
-}  # fmt: skip
+# name -> {"model": changes of LLAMA, "words": of the command, "json": a DeepSpeed JSON that it reads, "numbers": some
+# of the model's, "found": some of what --json prints, "by hand": how a hand computes them}
+GOLDEN = golden("memory")
+EXACT = ("parts", "auto", "sequence_parallel")
 
 
 def _memory(capsys, place, *words):
@@ -39,14 +23,22 @@ def _memory(capsys, place, *words):
     return run(capsys, "memory", *with_options(given, words))
 
 
-@pytest.mark.parametrize("name", COUNTED)
-def test_parameters_are_counted_on_the_model_itself(tmp_path, name):
-    config, layer, intermediate, tied = COUNTED[name]
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    found = numbers_of(str(tmp_path))
-    assert (found.layer_parameters, found.intermediate, found.tied) == (layer, intermediate, tied)
-    assert found.parameters == 2 * layer + (1 if tied else 2) * ENDS + 64
-    assert (found.layers, found.heads, found.kv_heads, found.head_dim) == (2, 8, 2, 8)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_numbers_are_those_of_the_golden_file(capsys, tmp_path, name):
+    case = GOLDEN[name]
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **case.get("model", {})}), encoding="utf-8")
+    (tmp_path / "ds.json").write_text(json.dumps(case.get("json")), encoding="utf-8")
+    numbers = dataclasses.asdict(numbers_of(str(tmp_path)))
+    assert_has(numbers, case.get("numbers", {}))
+    if "found" in case:
+        words = [*case["words"], *(["--config", tmp_path / "ds.json"] if "json" in case else [])]
+        out, err, code = run(capsys, "memory", "--model", tmp_path, "--ranks", 4, "--json", *words)
+        assert (err, code) == ("", 0)
+        found = json.loads(out)
+        found["moments"] = {moment["moment"]: moment for moment in found["moments"]}
+        found["names"] = sorted(found["moments"])
+        found["with a cache"] = [name for name in found["names"] if found["moments"][name]["parts"].get("cache")]
+        assert_has(found, case["found"], EXACT)
 
 
 def test_parts_are_printed_with_the_moment_of_the_peak(capsys, place):
@@ -59,7 +51,7 @@ def test_parts_are_printed_with_the_moment_of_the_peak(capsys, place):
     assert re.search(r"^peak +\d+\.\d{3}  100.0%  \w+", out, re.MULTILINE)
 
 
-def test_pictures_are_said_with_the_towers_share_of_a_step(capsys, tmp_path):
+def test_images_are_said_with_the_towers_share_of_a_step(capsys, tmp_path):
     vision = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8}
     config = {
         "model_type": "llava",
@@ -67,13 +59,13 @@ def test_pictures_are_said_with_the_towers_share_of_a_step(capsys, tmp_path):
         "vision_config": {"model_type": "siglip_vision_model", **vision},
     }
     (tmp_path / "config.json").write_text(json.dumps({**config, "image_seq_length": 16}), encoding="utf-8")
-    out = _memory(capsys, tmp_path, "--pictures", 8, "--machine", "h100-ib")[0]
+    out = _memory(capsys, tmp_path, "--images", 8, "--machine", "h100-ib")[0]
     said = "8 of 16 tokens and 16 patches are 25.0% of a sequence, and a rank computes 2 of 8", "time divided,"
     assert missing(out, *said, "forward: tower", "backward: tower") == []
-    assert "no pictures are counted" in _memory(capsys, tmp_path)[0]
-    assert "a rank computes 8" in _memory(capsys, tmp_path, "--pictures", 8, "--set", "divide_media=false")[0]
-    assert_refused(_memory(capsys, tmp_path, "--pictures", 33), "512 tokens", "33 of 16")
-    assert_refused(_memory(capsys, tmp_path, "--picture-tokens", 4), "no --pictures")
+    assert "no images are counted" in _memory(capsys, tmp_path)[0]
+    assert "a rank computes 8" in _memory(capsys, tmp_path, "--images", 8, "--set", "divide_media=false")[0]
+    assert_refused(_memory(capsys, tmp_path, "--images", 33), "512 tokens", "33 of 16")
+    assert_refused(_memory(capsys, tmp_path, "--image-tokens", 4), "no --images")
 
 
 def test_help_names_the_units_that_are_printed(capsys):
@@ -93,36 +85,15 @@ def test_numbers_for_programs_add_up(capsys, place):
         assert set(moment["parts"]) <= set(FOOTPRINT_ITEMS)
 
 
-def test_settings_come_from_a_file_and_from_words(capsys, place, tmp_path):
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}), encoding="utf-8")
-
-    def parts(*words):
-        return json.loads(_memory(capsys, place, "--json", None, "--config", file, *words)[0])["resting"]["parts"]
-
-    assert parts()["buckets"] == 4000  # fp32, since the file does not say bf16
-    assert "buckets" not in parts("--set", "zero_optimization.stage=2")
-    tiled = json.loads(_memory(capsys, place, "--json", None, "--set", "loss_tiles=4")[0])
-    whole = json.loads(_memory(capsys, place, "--json", None)[0])
-    assert [4 * one["parts"]["loss"] for one in tiled["moments"] if one["moment"] == "forward: loss"] == [
-        one["parts"]["loss"] for one in whole["moments"] if one["moment"] == "backward: loss"
-    ]
-
-
 def test_what_leaves_for_the_host_is_said_with_what_a_node_needs(capsys, place):
     away = "--set", 'zero_optimization.offload_optimizer={"device": "cpu"}'
     out = _memory(capsys, place, *away, "--machine", "h100-ib")[0]
     assert re.search(r"^optimizer +\d+\.\d{3} +\d+\.\d%  its states$", out, re.MULTILINE)
     assert re.search(r"^the host of a node's 4 ranks needs \d+\.\d GiB of 1862.6$", out, re.MULTILINE)
     assert "this fits; the longest sequence that does has" in out
-    found = json.loads(_memory(capsys, place, *away, "--machine", "h100-ib", "--memory", 1, "--json", None)[0])
-    own = numbers_of(str(place)).parameters // 4
-    assert found["host"]["parts"]["optimizer"] == 8 * own
-    assert found["room"]["limit"] == 2**30
-    assert found["room"]["longest"]["full"] == "rank"
 
 
-def test_a_picture_is_drawn(capsys, place, tmp_path):
+def test_a_figure_is_drawn(capsys, place, tmp_path):
     pixels = pytest.importorskip("matplotlib.image")
     file = tmp_path / "memory.png"
     out, _, code = _memory(capsys, place, "--png", file)
@@ -170,50 +141,11 @@ def test_a_section_that_asks_for_a_plan_is_planned_where_a_machine_is_known(caps
     assert "say --machine" not in out
 
 
-def test_a_pair_has_two_rows_and_a_reference_or_adapters(capsys, place):
-    def memory(*words):
-        found = json.loads(_memory(capsys, place, "--json", None, *words)[0])
-        return found, {moment["moment"]: moment["parts"] for moment in found["moments"]}
-
-    plain, parts = memory()
-    pair, of_pair = memory("--trainer", "dpo")
-    share = numbers_of(str(place)).parameters // 4
-    assert pair["resting"]["total"] - plain["resting"]["total"] == pair["resting"]["parts"]["reference"] == 2 * share
-    assert of_pair["forward: MLP"]["mlp"] == 2 * parts["forward: MLP"]["mlp"]
-    assert of_pair["reference: MLP"]["checkpoints"] >= of_pair["forward: MLP"]["checkpoints"]  # the policy's
-    assert of_pair["forward: loss"]["loss"] == 2 * 128 * 32768 * 2  # a tile, of which torch uses 256 words
-    lora, of_lora = memory("--trainer", "dpo", "--lora", "4")
-    # 20 heads of q, k, v and out, and 64 and 96 of three matrices
-    trained = 2 * 4 * (4 * 64 + 20 * 8 + 3 * (64 + 96))
-    assert lora["assumed"]["trained_parameters"] == trained
-    assert lora["resting"]["parts"]["optimizer"] == 8 * (trained // 4)
-    assert not any("reference" in parts for parts in of_lora.values())
-    assert memory("--trainer", "reward")[1].keys() == parts.keys() - {
-        "forward: loss", "backward: loss", "backward: logits"
-    }  # fmt: skip
-
-
 def test_completions_share_a_prompt_and_generate_before_they_train(capsys, place):
     words = ["--trainer", "grpo", "--seq-len", 9216, "--prompt", 8192, "--completions", 8]
     out, err, code = _memory(capsys, place, *words)
     assert (err, code) == ("", 0)
     assert missing(out, "16383 tokens on 4 ranks", "22.2% of 73,728 tokens", "_train_batch_size 8") == []
-    found = json.loads(_memory(capsys, place, *words, "--json", None)[0])
-    cache = {moment["moment"]: moment["parts"].get("cache", 0) for moment in found["moments"]}
-    token = 2 * 2 * 2 * 8 * 2  # two layers, k and v of two heads of 8, bf16
-    assert cache.pop("generation: prompts") == 2 * 8192 * token
-    assert cache.pop("generation: last token") == 2 * 9216 * (token + token // 4)
-    assert not any(cache.values())
-
-
-def test_no_tiles_are_planned_beside_those_of_trls_head(capsys, place):
-    words = ["--seq-len", "16M", "--machine", "h100-ib", "--memory", 1, "--set", "memory=auto", "--json", None]
-    sections = [
-        json.loads(_memory(capsys, place, *words, *trainer)[0])["deepspeed_json"]["sequence_parallel"]
-        for trainer in ((), ("--trainer", "dpo"))
-    ]
-    assert [section.get("loss_tiles") for section in sections] == ["auto", None]
-    assert [section.get("mlp_tiles") for section in sections] == ["auto", "auto"]
 
 
 def test_what_does_not_fit_has_a_next_step_and_nothing_to_paste(capsys, place, tmp_path):
@@ -239,74 +171,3 @@ def test_ulysses_stays_in_a_node(capsys, place):
         assert missing(out, "Ulysses 4 stays in a node", '"size": 8, "ulysses": 4') == []
     assert '"ulysses": 8' in _memory(capsys, place, "--ranks", 8, *words, "--set", "ulysses=8")[0]  # as it is said
     assert '"ulysses": 8' in _memory(capsys, place, "--ranks", 8)[0]
-
-
-# what a JSON leaves "auto" as a whole, or though no Trainer computes it -> what is said of it
-AUTO = [
-    ({"zero_optimization": "auto"}, ('"zero_optimization"', "stage")),
-    ({"zero_optimization": {"stage": "auto"}}, ("zero_optimization.stage",)),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": "auto"}}, ("offload_optimizer", "device")),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "auto"}}}, ("offload_param.device",)),
-    ({"bf16": "auto"}, ('"bf16"', '"enabled": "auto"')),
-    ({"fp16": "auto"}, ('"fp16"', '"enabled": "auto"')),
-    ({"optimizer": "auto"}, ('"optimizer"', "leave it out")),
-    ({"optimizer": {"type": "AdamW", "params": "auto"}}, ('"optimizer.params"', '"lr": "auto"')),
-    ({"scheduler": {"type": "WarmupLR", "params": "auto"}}, ('"scheduler.params"', "warmup_max_lr")),
-    ({"sequence_parallel": "auto"}, ("sequence_parallel", "'auto'")),
-]
-
-
-@pytest.mark.parametrize(("content", "said"), AUTO, ids=str)
-def test_what_no_trainer_fills_in_is_named(capsys, place, tmp_path, content, said):
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps(content), encoding="utf-8")
-    assert_refused(_memory(capsys, place, "--config", file), "auto", *said)
-
-
-def test_what_a_trainer_fills_in_is_counted(capsys, place, tmp_path):
-    auto = dict.fromkeys(("train_batch_size", "gradient_accumulation_steps", "gradient_clipping"), "auto")
-    auto |= {"bf16": {"enabled": "auto"}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-    auto["zero_optimization"] = dict.fromkeys(("reduce_bucket_size", "stage3_max_live_parameters"), "auto")
-    auto["zero_optimization"] |= {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": "auto"}}
-    file = tmp_path / "ds.json"
-    for params in (auto["optimizer"]["params"], None):
-        file.write_text(json.dumps({**auto, "optimizer": {"type": "AdamW", "params": params}}), encoding="utf-8")
-        found = json.loads(_memory(capsys, place, "--config", file, "--json", None)[0])
-        assert found["auto"] == {"bf16.enabled": True, "zero_optimization.reduce_bucket_size": 64 * 64}
-        assert found["assumed"]["dtype"] == "bfloat16"
-
-
-REFUSED = [
-    (["--completions", 2], ("--completions", "no --trainer")),
-    (["--trainer", "grpo"], ("--prompt", "got none")),
-    (["--trainer", "grpo", "--prompt", 512], ("--prompt", "less than --seq-len", "got 512")),
-    (["--trainer", "dpo", "--prompt", 64, "--completions", 3], ("--completions", "divide", "got 3")),
-    (["--trainer", "reward", "--prompt", 64, "--completions", 2], ("--completions", "got reward")),
-    (["--lora", "all"], ("--lora", "got 'all'")),
-    (["--seq-len", "many"], ("--seq-len", "got 'many'")),
-    (["--ranks", 0], ("--ranks", "got '0'")),
-    (["--model", "/nowhere"], ("--model", "no /nowhere")),
-    (["--model", "x" * 300], ("--model", "no xxx")),
-    (["--model", __file__], ("--model", __file__)),
-    (["--config", "/nowhere.json"], ("/nowhere.json", "No such file")),
-    (["--set", "ulysses"], ("--set", "KEY=VALUE", "got 'ulysses'")),
-    (["--set", "ulises=2"], ("--set", "got 'ulises'", "'ulysses'")),
-    (["--set", "zero_optimization.reduce_bucket_size=big"], ("reduce_bucket_size", "big")),
-    (["--set", "ulysses=3"], ("ulysses 3", "size 4", "[1, 2, 4]")),
-    (["--set", "head_chunks=4"], ("head_chunks", "got 4", "at most")),
-    (["--ranks", 16, "--set", "ulysses=16"], ("ulysses 16", "8 query")),
-    (["--machine", "h1000"], ("h1000", "h100-ib")),
-    (["--set", "memory=auto"], ("memory", "say --machine", "loss_tiles")),
-    (["--seq-len", "-"], ("--seq-len",)),
-    (["--ranks", "-"], ("--ranks", "--nodes", "--gpus-per-node")),
-    (["--ranks", "-", "--nodes", 2**18, "--gpus-per-node", 8], ("at most 1,048,576", "got 2097152")),
-    (["--memory", 80], ("--memory", "--machine")),
-    (["--set", "zero_optimization.offload_optimizer.device=gpu"], ("offload_optimizer.device", "gpu")),
-    (["--set", "zero_optimization.offload_optimizer.super_offload=true"], ("super_offload", "leave it out")),
-    (["--png", "missing/memory.png"], ("missing/memory.png", "No such file")),
-]
-
-
-@pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_does_not_fit_is_answered_with_one_sentence(capsys, place, words, said):
-    assert_refused(_memory(capsys, place, *words), *said)

@@ -1,7 +1,6 @@
 """The overlap pass, judged by the simulator: critical paths come from programs, no clock is read."""
 
 import dataclasses
-import functools
 import os
 import subprocess
 import sys
@@ -53,18 +52,6 @@ def _relations(schedule, size):
 _sizes_of_plans = pytest.mark.parametrize("numbers", few_then_rest((3, 4), (2, 6, 8)))
 
 
-@functools.cache  # one test after the other looks at the same plans
-def _pairs(schedule, direction, travels, numbers):
-    """(needed pairs, plan, the same overlapped) of every shape of these numbers of ranks."""
-    found = []
-    for size in numbers:
-        for topology in topologies(schedule, size):
-            for pairs in _relations(schedule, size):
-                plan = build(schedule, topology, direction, travels, pairs)
-                found.append((pairs, plan, overlapped(plan, block_mask(plan.size, pairs), _sizes(direction))))
-    return found
-
-
 def _places(plan):
     """(rank, q block, kv block) of every product, one by one."""
     return [
@@ -77,38 +64,41 @@ def _places(plan):
 
 @_sizes_of_plans
 @_forms
-def test_every_needed_product_stays_on_its_rank(schedule, direction, travels, numbers):
-    for pairs, plan, better in _pairs(schedule, direction, travels, numbers):
-        validate(better, pairs)
-        found = _places(better)
-        assert len(set(found)) == len(found)
-        if better == plan:
-            continue
-        # what only a group needed is left out
-        assert set(found) == {(rank, i, j) for rank, i, j in _places(plan) if (i, j) in pairs}
-        assert not any(step.gathers or step.reduces for step in joint(better))
-        assert all(
-            len(key) == 1 for step in joint(better) for compute in step.computes for key in (compute.q, compute.kv)
-        )
+def test_an_overlapped_plan_is_right_and_sends_each_operand_once_when_it_is_due(schedule, direction, travels, numbers):
+    for size in numbers:
+        for topology in topologies(schedule, size):
+            for pairs in _relations(schedule, size):
+                plan = build(schedule, topology, direction, travels, pairs)
+                better = overlapped(plan, block_mask(plan.size, pairs), _sizes(direction))
+                validate(better, pairs)
+                products = _places(better)
+                assert len(set(products)) == len(products)
+                if better != plan:
+                    _assert_products_stay(plan, better, pairs)
+                    _assert_operands_are_due_at_their_first_use(better)
+                    _assert_own_blocks_leave_first(better)
+                    _assert_results_go_home_at_once(better, direction)
 
 
-@_sizes_of_plans
-@_forms
-def test_operands_are_due_when_they_are_first_used_and_come_from_who_has_them(schedule, direction, travels, numbers):
-    for _, plan, better in _pairs(schedule, direction, travels, numbers):
-        if better == plan:
-            continue
-        uses = _uses(better)
-        at = {(rank, kind, rank): 0 for rank in range(better.size) for kind in ("q", "kv")}  # there from step on
-        for number, step in enumerate(joint(better)):
-            for move in step.moves:
-                unit = move.kind, *move.key
-                assert at[move.src, *unit] <= number, f"{move} is sent before it is there"
-                assert (move.dst, *unit) not in at, f"{move} comes a second time"
-                at[move.dst, *unit] = min(uses[move.dst, *unit])
-                assert number + move.within == at[move.dst, *unit], f"{move} is due before or after its first use"
-        foreign = {unit for unit in uses if unit[0] != unit[2]}
-        assert foreign <= at.keys()
+def _assert_products_stay(plan, better, pairs):
+    """Every needed product stays on its rank; what only a group needed is left out."""
+    assert set(_places(better)) == {(rank, i, j) for rank, i, j in _places(plan) if (i, j) in pairs}
+    assert not any(step.gathers or step.reduces for step in joint(better))
+    assert all(len(key) == 1 for step in joint(better) for compute in step.computes for key in (compute.q, compute.kv))
+
+
+def _assert_operands_are_due_at_their_first_use(plan):
+    """And they come from a rank that has them."""
+    uses = _uses(plan)
+    at = {(rank, kind, rank): 0 for rank in range(plan.size) for kind in ("q", "kv")}  # there from step on
+    for number, step in enumerate(joint(plan)):
+        for move in step.moves:
+            unit = move.kind, *move.key
+            assert at[move.src, *unit] <= number, f"{move} is sent before it is there"
+            assert (move.dst, *unit) not in at, f"{move} comes a second time"
+            at[move.dst, *unit] = min(uses[move.dst, *unit])
+            assert number + move.within == at[move.dst, *unit], f"{move} is due before or after its first use"
+    assert {unit for unit in uses if unit[0] != unit[2]} <= at.keys()
 
 
 def _uses(plan):
@@ -123,40 +113,29 @@ def _uses(plan):
     return uses
 
 
-@_sizes_of_plans
-@_forms
-def test_own_blocks_leave_in_the_first_step_unless_links_are_taken(schedule, direction, travels, numbers):
-    for _, plan, better in _pairs(schedule, direction, travels, numbers):
-        if better == plan:
-            continue
-        steps = joint(better)
-        first = steps[0].moves
-        assert all(move.key == (move.src,) for move in first)
-        sending, receiving = {move.src for move in first}, {move.dst for move in first}
-        for step in steps[1:]:
-            for move in step.moves:
-                if move.key == (move.src,):
-                    assert move.src in sending or move.dst in receiving, f"{move} could have gone in step 0"
+def _assert_own_blocks_leave_first(plan):
+    """In the first step, unless links are taken."""
+    first, *steps = joint(plan)
+    assert all(move.key == (move.src,) for move in first.moves)
+    sending, receiving = {move.src for move in first.moves}, {move.dst for move in first.moves}
+    for move in (move for step in steps for move in step.moves if move.key == (move.src,)):
+        assert move.src in sending or move.dst in receiving, f"{move} could have gone in step 0"
 
 
-@_sizes_of_plans
-@_forms
-def test_results_go_straight_home_once_all_of_their_products_are_done(schedule, direction, travels, numbers):
-    for _, plan, better in _pairs(schedule, direction, travels, numbers):
-        if better == plan:
-            continue
-        products = defaultdict(list)
-        for number, step in enumerate(joint(better)):
-            for compute in step.computes:
-                for kind, key in (("out", compute.q), ("dq", compute.q), ("dkv", compute.kv)):
-                    products[compute.rank, kind, key].append(number)
-        results = [(number, move) for number, step in enumerate(joint(better)) for move in step.results]
-        for number, move in results:
-            assert move.key == (move.dst,)
-            assert number >= max(products[move.src, move.kind, move.key])
-        kinds = {"out"} if direction == "forward" else {"dq", "dkv"}
-        leaving = {unit for unit in products if unit[1] in kinds and unit[2] != (unit[0],)}
-        assert sorted((move.src, move.kind, move.key) for _, move in results) == sorted(leaving)
+def _assert_results_go_home_at_once(plan, direction):
+    """Straight to their owners, when all of their products are done."""
+    products = defaultdict(list)
+    for number, step in enumerate(joint(plan)):
+        for compute in step.computes:
+            for kind, key in (("out", compute.q), ("dq", compute.q), ("dkv", compute.kv)):
+                products[compute.rank, kind, key].append(number)
+    results = [(number, move) for number, step in enumerate(joint(plan)) for move in step.results]
+    for number, move in results:
+        assert move.key == (move.dst,)
+        assert number >= max(products[move.src, move.kind, move.key])
+    kinds = {"out"} if direction == "forward" else {"dq", "dkv"}
+    leaving = {unit for unit in products if unit[1] in kinds and unit[2] != (unit[0],)}
+    assert sorted((move.src, move.kind, move.key) for _, move in results) == sorted(leaving)
 
 
 @pytest.mark.parametrize("size", each_then_rest([4], [6, 9]))

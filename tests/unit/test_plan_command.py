@@ -6,8 +6,24 @@ import re
 import pytest
 
 from ds_seqpar.deepspeed.config import read_config
-from tests.unit.commands import assert_refused, run, with_options
+from tests.unit.commands import LLAMA, assert_has, golden, run, with_options
 from tests.words import missing
+
+# name -> {"model": changes of LLAMA, "words" of the command, "documents": lengths in a file, "best": some of what
+# --json prints of the best, "by hand": how a hand finds it}
+GOLDEN = golden("plan")
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_best_is_that_of_the_golden_file(capsys, tmp_path, name):
+    case, files = GOLDEN[name], []
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **case["model"]}), encoding="utf-8")
+    if "documents" in case:
+        files = ["--documents", tmp_path / "lengths.txt"]
+        files[1].write_text("\n".join(map(str, case["documents"])), encoding="utf-8")
+    out, err, code = run(capsys, "plan", "--model", tmp_path, "--json", *case["words"], *files)
+    assert (err, code) == ("", 0)
+    assert_has(json.loads(out)["ranked"][0], case["best"])
 
 
 def _plan(capsys, place, *words):
@@ -81,36 +97,6 @@ def test_lengths_and_ranks_are_said_one_way_in_both_commands(capsys, place):
     assert first("plan", "--seq-len", "1m", "--documents", "-").startswith("1048576 tokens")
 
 
-REFUSED = [
-    (["--seq-len", "many"], ("--seq-len", "got 'many'")),
-    (["--seq-len", "-"], ("--seq-len", "--documents")),
-    (["--seq-len", "1.5M"], ("--seq-len", "M (1,048,576)", "got '1.5M'")),
-    (["--seq-len", f"{2**21}M"], ("--seq-len", "at most")),
-    (["--ranks", 4, "--nodes", 1], ("--ranks", "--nodes", "both")),
-    (["--nodes", 0], ("--nodes", "got '0'")),
-    (["--memory", "none"], ("--memory", "got 'none'")),
-    (["--memory", "0.001"], ("16384 tokens", "4 ranks", "GiB")),
-    (["--machine", "h100"], ("modest, h100-ib, h200-ib, a100-ib, cpu", "got 'h100'")),
-    (["--documents", "/nowhere"], ("--documents", "/nowhere", "No such file")),
-    (["--documents", __file__], ("--documents", "lengths")),
-    (["--set", "size=3"], ("size 3", "4 ranks", "[1, 2, 4]")),
-    (["--set", "ulysses=16"], ("ulysses 16", "size 4", "[1, 2, 4]")),
-    (["--set", "zero_optimization.stage=auto"], ("zero_optimization.stage", "auto")),
-    (["--seq-len", 16385, "--set", "size=4"], ("16385 tokens", "multiple of 8")),
-]
-
-
-@pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_does_not_fit_is_answered_with_one_sentence(capsys, place, words, said):
-    assert_refused(_plan(capsys, place, *words), *said)
-
-
-def test_memory_is_of_a_machine_that_is_named(capsys, place):
-    given = ["plan", "--model", place, "--seq-len", 16384, "--ranks", 4, "--memory", 80]
-    assert_refused(run(capsys, *given), "--memory", "--machine")
-
-
 def test_a_prompts_cache_is_the_memory_commands(capsys, place):
     given = ["memory", "--model", place, "--seq-len", 16384, "--ranks", 4, "--prompt"]
     assert "a prompt of 1,048,576 tokens keeps 0.031 GiB" in run(capsys, *given, "1M")[0]
-    assert_refused(run(capsys, *given, "many"), "--prompt", "whole number", "'many'")

@@ -1,9 +1,9 @@
-"""The compiler: turns settings, mask and lengths into the program of one rank.
+"""The compiler, which turns the settings, the mask and the sequence lengths into one rank's program.
 
-Each compilation stage caches its results, keyed by its inputs. The structure of a program specifies what is computed
-and moved, in which order, and in which slots. The structure depends on which pairs of blocks meet, i.e. some query in
-the q block sees some key in the kv block. Under a causal or full mask, sequence lengths do not affect which blocks
-meet. Lengths determine the number of tokens per slot and the tiles of each product.
+Each compilation stage caches its results, keyed by its inputs. A program's structure specifies what is computed and
+moved, in which order, and in which buffers (slots). The structure depends only on which blocks meet. A q block and a kv
+block meet if some query in the q block sees some key in the kv block. Under a causal or full mask, the sequence lengths
+do not affect which blocks meet. The lengths determine the number of tokens per slot and the tiles of each product.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .sharding.shards import Shards, length, tokens_of
 from .tiles.launches import PLAIN_KERNEL, KernelSupport, launches
 from .tiles.tiles import Tile, tiles
 
-CACHE_SIZE = 64  # entries per cache; more than the number of masks and lengths in use at a time
+CACHE_SIZE = 64  # entries per cache, more than the number of masks and lengths in use at the same time
 T = TypeVar("T")
 Arguments = ParamSpec("Arguments")
 
@@ -39,8 +39,8 @@ class Recipe:
 
     schedule: Schedule
     topology: Topology
-    forward: str = "auto"  # the side that moves in forward: "kv", "q" or "auto"
-    backward: str = "auto"  # the side that moves in backward
+    forward: str = "auto"  # side that moves in the forward pass: "kv", "q" or "auto"
+    backward: str = "auto"  # side that moves in the backward pass
     overlap: bool = False  # whether the overlap pass reorders the plan
 
     @property
@@ -54,7 +54,7 @@ class Recipe:
         schedule's first side if the block mask is plain, and otherwise the side with the smaller total over all ranks.
 
         Args:
-            sizes: Bytes per token of each kind, assuming blocks of equal length on each side.
+            sizes: Bytes per token for each kind of unit, assuming that all blocks of a side have the same length.
         """
         chosen, sides = self.forward if direction == "forward" else self.backward, self.schedule.moving_sides
         if chosen != "auto" or len(sides) == 1:
@@ -70,7 +70,7 @@ class Recipe:
         """Return the number of bytes that each rank receives.
 
         Without a block mask, or if the schedule ignores the mask, assume that every product that the schedule can
-        compute is needed. `sizes` contains the bytes per block of each kind.
+        compute is needed. `sizes` contains the bytes per block for each kind of unit.
         """
         if block_mask:
             steps = self.schedule.build(self.topology, block_mask, direction, moving_side)
@@ -80,7 +80,7 @@ class Recipe:
         return self.schedule.received(axes, direction, moving_side, sizes)
 
     def plan(self, direction: str, block_mask: BlockMask, shape: Shape) -> Plan:
-        """Return the plan of all ranks. Raise ConfigError if the schedule has no plan for the visible blocks."""
+        """Return the plan for all ranks. Raise ConfigError if the schedule has no plan for the visible blocks."""
         sizes = shape.bytes_per_token(direction)
         return _plan(self, direction, block_mask, self.moving_side(direction, block_mask, sizes), tuple(sizes.items()))
 
@@ -106,7 +106,7 @@ def _cheapest_side(recipe: Recipe, direction: str, block_mask: BlockMask, sizes:
     return min(recipe.schedule.moving_sides, key=cost)
 
 
-@functools.lru_cache(maxsize=2)  # all virtual ranks of a process use the same plan
+@functools.lru_cache(maxsize=2)  # all virtual ranks in a process use the same plan
 def _plan(
     recipe: Recipe, direction: str, block_mask: BlockMask, moving_side: str, sizes: tuple[tuple[str, int], ...]
 ) -> Plan:
@@ -116,7 +116,7 @@ def _plan(
 
 
 def _kept(method: Callable[Concatenate[Any, Arguments], T]) -> Callable[Concatenate[Any, Arguments], T]:
-    """Cache a method's results in the `results` of its object, because a cache of bound methods would create a
+    """Cache a method's results in the `results` attribute of its object, since a cache of bound methods would create a
     reference cycle.
     """
     name = method.__name__
@@ -135,7 +135,7 @@ class BoundProgram:
     """A program bound to the lengths of one call, used by the executor, the simulator and the memory estimate.
 
     Args:
-        shapes: Shape of the inner tensors of each head chunk.
+        shapes: Shape of the inner tensors for each head chunk.
         support: Features that the kernel supports.
         heads: Heads of each Ulysses rank in each head chunk.
     """
@@ -179,12 +179,12 @@ class BoundProgram:
         return exchange_sizes(self.heads, exchange, self.shapes[exchange.head_chunk], self.shards, self.program.rank)
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
-        """Return the bytes that a unit occupies in a slot."""
+        """Return the number of bytes that a unit occupies in a slot."""
         return self.unit_size(slot, kind, key)[1]
 
     @_kept
     def locations(self, slot: int, kind: str, key: Key) -> tuple[FieldLocation, ...]:
-        """Return the locations of a unit's tensors; units with the same number of tokens share the returned object."""
+        """Return the locations of a unit's tensors. Units with the same number of tokens share the returned object."""
         return self._locations(slot, self.tokens(kind, key))
 
     @_kept
@@ -193,7 +193,7 @@ class BoundProgram:
 
     @_kept
     def fields(self, slot: int) -> tuple[Field, ...]:
-        """Return the tensors of a unit in the slot. Slots of head exchanges are not supported."""
+        """Return the tensors of a unit in the slot. Slots used for head exchanges are not supported."""
         kind, role, _, head_chunk, _ = self.program.slots[slot]
         shape = self.shapes[head_chunk]
         dtype = shape.accum_dtype if role == "accum" else None  # None: results are in comm_dtype
@@ -215,10 +215,10 @@ class BoundProgram:
 
 
 class Compiler:
-    """Compiles and caches the programs of one rank.
+    """Compiles and caches the programs for one rank.
 
-    An inner program covers one head chunk, without head exchanges. The program of a call covers all head chunks and
-    their exchanges. A bound program is a program for specific sequence lengths.
+    An inner program covers one head chunk, without head exchanges. A call's program covers all head chunks and their
+    exchanges. A bound program is a program for specific sequence lengths.
 
     Args:
         receive_ahead: Number of steps by which receives are posted early, as required by the transport (see `lower`).
@@ -253,7 +253,7 @@ class Compiler:
         """Return the program of one attention call for specific lengths.
 
         Args:
-            local: Shape of this rank's local tensors, which have all heads.
+            local: Shape of this rank's local tensors, which contain all heads.
             lse: Whether the lse is returned to the caller.
 
         Raises:
@@ -273,21 +273,21 @@ class Compiler:
         self, inner: tuple[Program, ...], ulysses_size: int, shards: Shards, saved: SavedForBackward, lse: bool,
         kv: tuple[str, ...],
     ) -> Program:  # fmt: skip
-        """Return the program of a call, built from the inner program of each head chunk."""
+        """Return a call's program, built from the inner programs of the head chunks."""
         q_tokens, kv_tokens = (tokens_of(shards, side, self.rank) for side in ("q", "kv"))
         same_tokens = q_tokens == kv_tokens  # if True, one exchange can carry q, k and v
         options = ulysses_size, same_tokens, saved, lse, self.recipe.overlap, kv
-        # the entry also contains the inner programs, so that each `id` stays valid as long as the entry exists
+        # the entry also contains the inner programs, so each `id` stays valid as long as the entry exists
         cache_key = tuple(map(id, inner)), *options
         return _cached(self._calls, cache_key, lambda: (inner, call_program(inner, *options)))[1]
 
     def inner_program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
-        """Return the program of one head chunk. Raise ConfigError if the schedule does not support the mask for these
+        """Return the program for one head chunk. Raise ConfigError if the schedule does not support the mask for these
         shards.
         """
         block_mask = self.block_mask(mask, shards)
         comm_in_accum_dtype = shape.comm_dtype == shape.accum_dtype
-        # the cache key only includes properties of the shape that the steps depend on
+        # the cache key includes only the properties of the shape that affect the steps
         sizes = tuple(shape.bytes_per_token(direction).items()) if self.recipe.overlap else ()
         moving_side = self.recipe.moving_side(direction, block_mask, shape.bytes_per_token(direction))
 
@@ -322,8 +322,8 @@ def side_of(kind: str) -> str:
 
 
 def _cached(cache: OrderedDict[Hashable, T], cache_key: Hashable, make: Callable[[], T]) -> T:
-    """Return the cache entry for a key, creating the entry if it is missing. Evict the least recently used entry beyond
-    CACHE_SIZE.
+    """Return the cache entry for a key, creating the entry if necessary. Evict the least recently used entry if the
+    cache exceeds CACHE_SIZE.
     """
     if cache_key not in cache:
         cache[cache_key] = make()

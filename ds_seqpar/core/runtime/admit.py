@@ -1,6 +1,6 @@
-"""Checks of attention's inputs before anything is sent, first on this rank and then by guards.
+"""Checks of attention's inputs before anything is sent. This rank's own checks run first, then the guards.
 
-A check with a parameter of type `object` must accept any value that a user may pass.
+A check whose parameter has type `object` must handle any value that a user may pass.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AttentionOptions(NamedTuple):
     mask: Mask
     shards: UnevenShards | None  # None: the configured layout
     scale: float | None
-    backward: bool = False  # whether a backward may follow
+    backward: bool = False  # whether a backward pass may follow
     lse: bool = False  # whether the caller requests the lse
     softcap: float | None = None
     sinks: Tensor | None = None
@@ -58,7 +58,7 @@ class AttentionOptions(NamedTuple):
 
 
 class AdmittedCall(NamedTuple):
-    """A call whose inputs every rank of the sequence has accepted."""
+    """A call whose inputs all ranks that share the sequence have accepted."""
 
     runtime: Runtime
     tensors: Tensors  # the operator's prepared tensors
@@ -72,16 +72,15 @@ class AdmittedCall(NamedTuple):
 def admitted_call(
     runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions, agreed: bool = False, parts: int = 1
 ) -> AdmittedCall:
-    """Check a call, and decide how to compute it. Collective like `check_inputs`, unless `agreed` is True.
+    """Check a call and decide how to compute it. Collective if `check_inputs` is collective, unless `agreed` is True.
 
     Args:
         runtime: Runtime of this rank.
-        tensors: This rank's tokens, in the form that `options.operator` expects: q (B, s, Hq, D), k (B, t, Hkv, D) and
-            v (B, t, Hkv, Dv).
-        options: The other arguments of the call.
+        tensors: This rank's tensors in the form that `options.operator` expects, such as q (B, s, Hq, D), k (B, t, Hkv,
+            D) and v (B, t, Hkv, Dv).
+        options: The call's other arguments.
         agreed: Whether the ranks have already agreed on the inputs.
-        parts: Number of head chunks if the caller splits the heads itself and makes one call per head chunk; otherwise
-            1.
+        parts: Number of head chunks if the caller splits the heads and makes one call per head chunk, otherwise 1.
     """
     agreement, compiling = None, torch.compiler.is_compiling()
     checkpoint = replay.NONE if compiling else replay.current()
@@ -125,7 +124,7 @@ def _can_be_op(runtime: Runtime, tensors: Sequence[Any], options: AttentionOptio
     return q_heads // kv_heads * (kv_heads // head_chunks) >= runtime.ulysses.size  # at least one query head each
 
 
-CONFIGURED = -1  # handle value for the shards of the configured layout
+CONFIGURED = -1  # handle that stands for the shards of the configured layout
 
 
 def handle_of_shards(shards: Shards | None) -> int:
@@ -157,34 +156,35 @@ def _empty(tensors: Sequence[Tensor], *rest: object) -> Tensor:
 
 
 def check_inputs(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> None:
-    """Check the inputs of a call on this rank, then by guards, which compare inputs between ranks.
+    """Check a call's inputs on this rank, then run the guards, which compare inputs between ranks.
 
     Collective if there are guards.
 
     Raises:
         InputError, ConfigError, KernelError, DisagreementError: This rank cannot compute attention over its inputs.
-            With guards, all ranks of the sequence raise the error together, and also raise if inputs or settings differ
-            between ranks.
+            With guards, all ranks that share the sequence raise the error together. All ranks also raise an error if
+            inputs or settings differ between ranks.
     """
-    if torch.compiler.is_compiling():  # a decorator would import the compiler in every process, for seconds
+    if torch.compiler.is_compiling():  # a decorator would import the compiler in every process, which takes seconds
         torch.compiler.disable(check_inputs)(runtime, tensors, options)
         return
     key = _key(tensors, options)
     compared = runtime.admitted.get(key) if key is not None else None
     if compared is None:
         error = attention_error(runtime, tensors, options)
-        # invalid inputs may be impossible to describe
+        # describing invalid inputs may fail
         compared = Compared(COMPARED, {} if error else _compared_fields(runtime, tensors, options))
         if error is None and key is not None:
             runtime.remember(key, compared)
     else:
         error = derivatives_error(*tensors)
-    named = dict(zip(options.operator.inputs, tensors, strict=False))  # invalid inputs may differ in number
+    # with invalid inputs, the number of tensors may be wrong
+    named = dict(zip(options.operator.inputs, tensors, strict=False))
     runtime.admit(Inputs(ATTENTION, compared, named), error)
 
 
 def _key(tensors: Sequence[Any], options: AttentionOptions) -> tuple | None:
-    """Return a cache key that covers everything the checks read, except derivatives.
+    """Return a cache key that covers all values used by the checks, except derivatives.
 
     Inputs with equal keys pass the same checks. The key is None if an input is nested, or is not a plain tensor or
     parameter.
@@ -193,8 +193,8 @@ def _key(tensors: Sequence[Any], options: AttentionOptions) -> tuple | None:
     if not all(type(x) in (Tensor, Parameter) and not x.is_nested for x in tensors):  # other classes may have no shape
         return None
     properties = tuple((x.layout, x.shape, x.dtype, x.device) for x in tensors)
-    # Types come first, because comparing keys stops at the first difference, and values of different types may not be
-    # comparable.
+    # Types come first because the comparison of keys stops at the first difference, and values of different types may
+    # not be comparable.
     key = tuple(type(x) for x in options), properties, options._replace(sinks=None), replay.current().which_run
     try:
         hash(key)
@@ -204,8 +204,8 @@ def _key(tensors: Sequence[Any], options: AttentionOptions) -> tuple | None:
 
 
 def _compared_fields(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> dict[str, object]:
-    """Return the fields, by name, that must be equal on all ranks. Lengths may differ if shards are uneven."""
-    assert isinstance(runtime.comm, TorchComm)  # virtual ranks share a process and compare nothing
+    """Return, by name, the fields that must be equal on all ranks. Lengths may differ if shards are uneven."""
+    assert isinstance(runtime.comm, TorchComm)  # virtual ranks share a process, so there is nothing to compare
     named = dict(zip(options.operator.inputs, tensors, strict=True))
     fields: dict[str, object] = {name: describe(x) for name, x in named.items()}
     if options.shards is not None:
@@ -222,7 +222,9 @@ def _compared_fields(runtime: Runtime, tensors: Sequence[Tensor], options: Atten
 
 
 def attention_error(runtime: Runtime, tensors: Sequence[Tensor], options: AttentionOptions) -> SeqParError | None:
-    """Return an error that explains why this rank cannot compute attention over its inputs, or None if it can."""
+    """Return an error that explains why this rank cannot compute attention over its inputs, or None if there is no
+    error.
+    """
     try:
         options.operator.check_options(options)
         operator, lengths_differ = options.operator, options.shards is not None
@@ -237,7 +239,7 @@ def attention_error(runtime: Runtime, tensors: Sequence[Tensor], options: Attent
             options.mask, options.shards, scores, 1 if chunks == "auto" else chunks, operator=operator, v_dim=v_dim
         )
         check_shares(runtime, tensors, settings)
-    except Exception as error:  # a rank that raises alone leaves its peers waiting
+    except Exception as error:  # if only one rank raised, its peers would keep waiting
         return as_seqpar_error("attention needs a kernel and a program on every rank; making them failed", error)
     return None
 
@@ -245,12 +247,12 @@ def attention_error(runtime: Runtime, tensors: Sequence[Tensor], options: Attent
 def check_arguments(
     tensors: Sequence[object], mask: object, scale: object, lengths_differ: bool = False, operator: Operator = DENSE
 ) -> None:
-    """Raise InputError for tensors, a mask or a scale that attention does not support on any number of ranks.
+    """Raise InputError if attention does not support the tensors, the mask or the scale on any number of ranks.
 
     Args:
         tensors: Tensors of the operator.
         mask: A Mask.
-        scale: Factor of the scores.
+        scale: Factor by which scores are multiplied.
         lengths_differ: Whether k and v may differ from q in length.
         operator: The operator to compute.
     """
@@ -259,7 +261,7 @@ def check_arguments(
         operator.check(tensors, lengths_differ)
     except SeqParError:
         raise
-    except Exception as error:  # raised by an unusual tensor or number class
+    except Exception as error:  # raised by a nonstandard tensor or number class
         raise as_seqpar_error(
             f"attention needs {', '.join(operator.inputs)}, causal and scale that can be read; reading them failed",
             error,
@@ -287,7 +289,7 @@ def check_softcap(softcap: object) -> None:
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:
-    """Raise InputError if sinks are neither None nor a tensor with one number per query head."""
+    """Raise InputError if `sinks` is neither None nor a tensor with one number per query head."""
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or sinks.shape != q.shape[2:3] or not sinks.is_floating_point():
@@ -300,7 +302,7 @@ def check_sinks(sinks: object, q: Tensor) -> None:
 
 
 def _is_positive(x: Any) -> bool:
-    """Return whether x is a positive number in the range of fp32.
+    """Return whether x is a positive number within the range of fp32.
 
     A kernel rounds smaller numbers to 0, and 0 times a mask's -inf is NaN. Larger numbers overflow to infinity.
     """
@@ -309,9 +311,9 @@ def _is_positive(x: Any) -> bool:
 
 
 def check_shares(runtime: Runtime, tensors: Tensors, settings: CallSettings) -> None:
-    """Raise ConfigError, InputError or KernelError if the heads, length, mask, program or kernel do not fit together.
+    """Raise ConfigError, InputError or KernelError if the heads, length, mask, program and kernel are not compatible.
 
-    The kernel is checked before communication starts, because the kernel's package may be missing on only some ranks.
+    The kernel is checked before communication starts, because the kernel's package may be missing on some ranks.
     """
     (q, keys, *_), config = tensors, runtime.config
     check_heads(config.ulysses, q.shape[2], keys.shape[2], size=config.size, head_chunks=config.head_chunks)
@@ -325,7 +327,7 @@ def check_shares(runtime: Runtime, tensors: Tensors, settings: CallSettings) -> 
 
 
 def check_documents(mask: Mask, seq: int) -> None:
-    """Raise InputError if a document begins after `seq` tokens."""
+    """Raise InputError if a document begins after the first `seq` tokens."""
     if mask.documents and mask.documents[-1] >= seq:
         raise InputError(
             f"a mask's documents must begin within the sequence of {seq} tokens; got one at {mask.documents[-1]}, "

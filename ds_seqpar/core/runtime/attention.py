@@ -1,6 +1,6 @@
 """Attention over a sequence shared by many ranks, with autograd.
 
-`custom_ops` provides the same attention as a single op, for compilers and dispatch modes.
+`custom_ops` provides the same attention as a single op for compilers and dispatch modes.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from .dense import is_delta, offsets
 from .runtime import Runtime
 from .seams import ATTENTION, GuardedCall
 
-Context: TypeAlias = Any  # autograd's ctx; torch's type for it lacks the attributes set here
+Context: TypeAlias = Any  # autograd's ctx; torch's type for ctx lacks the attributes set here
 
 
 def attention(call: AdmittedCall) -> tuple[Tensor, Tensor | None]:
     """Compute attention over the whole sequence for this rank's tokens of q. Differentiable once.
 
     Returns:
-        (out, lse). out is (B, s, Hq, Dv); lse is (B, s, Hq), or None if the call does not request it.
+        (out, lse). out is (B, s, Hq, Dv). lse is (B, s, Hq), or None if the call does not request the lse.
     """
     forward = call.runtime.forward
     return returned(call, Attention.apply(call.runtime, call.settings, forward, call.sinks, *call.tensors))
 
 
 def returned(call: AdmittedCall, results: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return the (out, lse) of `attention` from the results of `Runtime.forward`."""
+    """Return the (out, lse) that `attention` returns, given the results of `Runtime.forward`."""
     settings, q = call.settings, call.tensors[0]
     found = AttentionResults.of(results, q.dtype, settings)
     out = found.out if settings.v_dim == found.out.shape[-1] else found.out[..., : settings.v_dim]
@@ -50,10 +50,10 @@ def backward(
     do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor],
     shapes: Sequence[Sequence[int]], runtime: Runtime, settings: CallSettings,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute backward from the tensors that `save` saved.
+    """Compute the backward pass from the tensors that `save` saved.
 
-    Returns the gradients of the operator's tensors, and of sinks if there are any. `shapes` are the shapes of the
-    operator's tensors.
+    Returns the gradients of the operator's tensors, and of the sinks if there are any. `shapes` contains the shapes of
+    the operator's tensors.
     """
     operator, saves, inner = settings.operator, settings.saves, list(saved)
     local = {"do": do}
@@ -67,14 +67,14 @@ def backward(
 def save(
     ctx: Context, tensors: Tensors, sinks: Tensor | None, results: Sequence[Tensor], settings: CallSettings
 ) -> None:
-    """Save tensors for backward.
+    """Save tensors for the backward pass.
 
-    The saved tensors are the sinks, the keys' common part, each head chunk's lse, and the inner tensors that forward
-    returned. The local out and the operator's tensors are also saved if backward needs them.
+    The saved tensors are the sinks, the keys' common part, each head chunk's lse, and the inner tensors that the
+    forward pass returned. The local `out` and the operator's tensors are also saved if the backward pass needs them.
 
     Args:
         tensors: Tensors of the operator.
-        results: Results of forward.
+        results: Results of the forward pass.
     """
     ctx.set_materialize_grads(False)
     q, saves, found = tensors[0], settings.saves, AttentionResults.of(results, tensors[0].dtype, settings)
@@ -87,11 +87,11 @@ def save(
 def gradients(
     ctx: Context, do: Tensor | None, compute: Callable[..., Sequence[Tensor]]
 ) -> tuple[Sequence[Tensor], Tensor | None]:
-    """Return the gradients of the operator's tensors and of sinks.
+    """Return the gradients of the operator's tensors and of the sinks.
 
     `compute` receives `do` and the tensors that `save` saved.
     """
-    if do is None:  # out got no gradient on this rank, but may have got one on another rank
+    if do is None:  # out has no gradient on this rank, but may have one on another rank
         do = torch.zeros(ctx.out[0], dtype=ctx.out[1], device=ctx.out[2])
     sinks, common, *saved = ctx.saved_tensors
     with torch.no_grad():
@@ -104,14 +104,14 @@ def gradients(
 
 
 class Attention(torch.autograd.Function):
-    """The autograd function of attention, without a custom op. `compute` is `Runtime.forward`, or the op that replaces
-    it.
+    """The autograd function for attention, without a custom op. `compute` is `Runtime.forward` or the op that replaces
+    `Runtime.forward`.
 
-    For few tokens, the overhead of a custom op takes as long as a kernel.
+    For short sequences, the overhead of a custom op can take as long as a kernel.
 
-    In a checkpointed function, the second run replays the results of the first run. The replayed results may contain
-    delta (B, s, Hq) instead of out, since backward needs only delta. If out is replaced by delta, `forward` returns
-    zeros as out.
+    When a checkpointed function is recomputed, the results of its first run are replayed. The replayed results may
+    contain delta (B, s, Hq) instead of `out`, since the backward pass needs only delta. If delta replaces `out`,
+    `forward` returns zeros as `out`.
     """
 
     @staticmethod
@@ -139,9 +139,9 @@ class Attention(torch.autograd.Function):
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """An identity function on gradients that raises if the gradients are differentiated.
+    """An identity function on gradients that raises an error if the gradients are differentiated.
 
-    The first `saved` of `tensors` are the tensors that backward used; the rest are the gradients.
+    The first `saved` items of `tensors` are the tensors that the backward pass used, and the rest are the gradients.
     """
 
     @staticmethod
@@ -157,8 +157,8 @@ class _WithoutDerivative(torch.autograd.Function):
 
 
 class LseWithoutGradient(torch.autograd.Function):
-    """An identity function on an lse that raises InputError if a gradient reaches the lse and would otherwise be lost
-    silently.
+    """An identity function on an lse that raises InputError if a gradient reaches the lse. Without the error, the
+    gradient would be lost silently.
 
     `forward` receives the lse and the corresponding attention output. A gradient is rejected only if the attention
     output requires a gradient.

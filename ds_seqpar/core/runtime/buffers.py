@@ -1,15 +1,15 @@
-"""The slots of a program as tensors, and the layout of DeepSpeed Ulysses messages.
+"""A program's slots as tensors, and the layout of DeepSpeed Ulysses messages.
 
 Each slot is one byte buffer, viewed as the tensors of its current unit.
 
-DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023). This
-module packs and unpacks Ulysses messages, and `transport` sends the messages. The first dimension of a message is
-tokens, and the heads of all tensors of one token are adjacent. Consecutive messages of all Ulysses ranks thus form the
-CP rank's tensor (tokens, batch, elements) without a copy. Each tensor is copied once: into an inward message, or out of
-an outward message. `compiler.sharding.heads` determines which heads each Ulysses rank receives. One copy operation
-serves a group of consecutive Ulysses ranks with the same number of heads; if ulysses_size divides the heads, one group
-contains all ranks. If several Ulysses ranks share a kv head (ulysses_size > Hkv), the head is sent to exactly those
-ranks, and its gradients are summed.
+DeepSpeed Ulysses surrounds any inner attention with all-to-alls that exchange tokens for heads (Jacobs et al., 2023).
+This module packs and unpacks Ulysses messages, and `transport` sends the messages. The first dimension of a message is
+tokens. For each token, the heads of all tensors are adjacent. The messages of all Ulysses ranks, one after another,
+therefore form the CP rank's tensor (tokens, batch, elements) without a copy. Each tensor is copied only once, either
+into an inward message or out of an outward message. `compiler.sharding.heads` determines which heads each Ulysses rank
+receives. One copy operation suffices for a group of consecutive Ulysses ranks with the same number of heads. If the
+heads are divisible by ulysses_size, all ranks are in one group. If several Ulysses ranks share a kv head (ulysses_size
+> Hkv), the head is sent to exactly those ranks, and its gradients are summed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 
 
 class Buffers:
-    """The buffers of a program's slots, allocated on first use and freed when the program frees the slot.
+    """The buffers for a program's slots. A buffer is allocated on first use and freed when the program frees the slot.
 
     Attributes:
-        viewed: For each slot, the locations and tensors of the slot's last view.
+        viewed: Locations and tensors of the last view of each slot.
     """
 
     def __init__(self, bound: BoundProgram, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class Buffers:
         return units
 
     def elements(self, slot: int, dtype: str) -> Tensor:
-        """Return the whole slot as one vector of elements."""
+        """Return the whole slot as a vector of elements."""
         return self._buffer(slot).view(DTYPES[dtype])
 
     def adopt(self, slot: int, tensor: Tensor) -> None:
@@ -84,7 +84,9 @@ class Buffers:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return accum_dtype, in which results of `dtype` are summed: fp64 if `dtype` is fp64, otherwise fp32."""
+    """Return accum_dtype, the dtype in which results of dtype `dtype` are summed: fp64 if `dtype` is fp64, otherwise
+    fp32.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -111,13 +113,13 @@ def _views_of_groups(buffer: Tensor, layout: MessageLayout) -> list[tuple[Tensor
 
 
 def pack_in(tensors: Sequence[Tensor], layout: MessageLayout, buffer: Tensor) -> None:
-    """Fill the message of an inward exchange.
+    """Fill the message for an inward exchange.
 
     Args:
         tensors: Local tensors (B, s, H, D).
         layout: The message's layout.
-        buffer: The message (elements,) to fill. For each Ulysses rank, the message contains (s, B, h * D of all
-            tensors) with the heads that the Ulysses rank works on.
+        buffer: The message (elements,) to fill. For each Ulysses rank, the message contains the heads that the Ulysses
+            rank works on, as (s, B, h * D of all tensors).
     """
     batch, tokens = layout.batch, layout.tokens[layout.rank]
     for group, targets in zip(layout.shares.groups, _views_of_groups(buffer, layout), strict=True):
@@ -169,7 +171,7 @@ def unpack_out(received: Tensor, layout: MessageLayout) -> list[Tensor]:
         layout: The message's layout.
 
     Returns:
-        The tensors (B, s, H, D), each in its own memory.
+        The tensors (B, s, H, D), each with its own memory.
     """
     shares, batch, tokens = layout.shares, layout.batch, layout.tokens[layout.rank]
     views_of_groups, tensors, sums = _views_of_groups(received, layout), [], sum_dtype(received.dtype)

@@ -1,7 +1,7 @@
 """The tensors of one attention call: the inputs and results of its program.
 
-Local tensors are the caller's tensors: they have all heads of this rank's tokens. The inner tensors of a head chunk
-have some heads of all tokens of the CP rank. `compiler.program.ulysses` names the fields of local and inner tensors.
+Local tensors are the caller's tensors, with all heads for this rank's tokens. A head chunk's inner tensors have some of
+the heads for all tokens of the CP rank. `compiler.program.ulysses` names the fields of local and inner tensors.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class CallSettings(NamedTuple):
     """Everything that determines how a call is computed, except its tensors."""
 
     mask: Mask
-    shards: Shards | None  # None: shards of the configured layout
+    shards: Shards | None  # None: the shards of the configured layout
     scores: Scores
     head_chunks: int = 1
     saves: SavedForBackward = SavedForBackward.QKV_AND_OUT
-    lse: bool = False  # whether forward also exchanges the lse of local tokens; requires other Ulysses ranks
+    lse: bool = False  # whether forward also exchanges the lse for local tokens; requires other Ulysses ranks
     operator: Operator = DENSE
-    v_dim: int = 0  # width of out without zero padding
+    v_dim: int = 0  # width of `out` without zero padding
     layer: int | None = None  # layer index in a patched model, for guards
 
     def takes_common_off(self, dtype: torch.dtype, cp_size: int) -> bool:
-        """Return whether to subtract the keys' common part; all ranks return the same value.
+        """Return whether to subtract the keys' common part. All ranks return the same value.
 
         The common part is subtracted in fp32 if several results of a row may be merged: with several CP ranks, or with
         several tiles per product.
@@ -50,7 +50,7 @@ class CallSettings(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Inner tensors that forward saved for backward, per head chunk in order; `operands` and `outs` may be empty."""
+    """Inner tensors saved for the backward pass, one list entry per head chunk. `operands` and `outs` may be empty."""
 
     lses: list[Tensor]
     operands: list[Tensor]  # received messages, one or two per head chunk
@@ -65,11 +65,11 @@ class Saved(NamedTuple):
 
 
 class AttentionResults(NamedTuple):
-    """The results of forward."""
+    """The results of the forward pass."""
 
     out: Tensor  # (B, s, Hq, D), or delta (B, s, Hq) if a checkpoint replaced out
     saved: Saved
-    lse: Tensor | None  # (B, s, Hq), of local tokens
+    lse: Tensor | None  # (B, s, Hq), for local tokens
     common: Tensor | None  # the keys' common part; 0 if nothing was subtracted
 
     def to_list(self) -> list[Tensor]:
@@ -90,15 +90,15 @@ class Call(abc.ABC):
 
     Attributes:
         local: The caller's tensors (B, s, H, D), by field.
-        parameters: Parameters of the operator, for all heads.
+        parameters: The operator's parameters, for all heads.
         common: The vector (Hkv, D) subtracted from all keys, or None (see `dense`).
         sinks: Attention sinks (Hq,), or None.
-        saved: Tensors that forward saves for backward, initially none.
+        saved: Tensors saved for the backward pass, initially none.
         heads: Heads of each Ulysses rank in each head chunk.
         alone: Whether this rank is the only Ulysses rank.
         inner: Tensors of the current head chunk, by field.
-        inner_results: Results of the current head chunk that have not been sent yet, by field.
-        local_results: Results of local tokens with all heads, by field.
+        inner_results: The current head chunk's results that have not been sent yet, by field.
+        local_results: Results for local tokens with all heads, by field.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def enter(self, head_chunk: int) -> Forward:
-        """Return the computation for the head chunk's inner tensors."""
+        """Return the object that computes with the head chunk's inner tensors."""
 
     @abc.abstractmethod
     def leave(self, head_chunk: int, result: Tensors) -> None:
@@ -128,13 +128,11 @@ class Call(abc.ABC):
         """Return the results of the call."""
 
     def part(self, head_chunk: int, field: str) -> Tensor:
-        """Return the head chunk's heads of a local tensor, (B, s, h, D), where D is 1 for fields with one number per
-        head.
-        """
+        """Return the head chunk's part of a local tensor, (B, s, h, D). D is 1 for fields with one number per head."""
         return self.of_head_chunk(self.local[field], head_chunk, field)
 
     def of_head_chunk(self, x: Tensor, head_chunk: int, field: str) -> Tensor:
-        """Return the head chunk's heads of x, which has all heads of the field."""
+        """Return the head chunk's part of x, which has all heads of the field."""
         heads = self.heads.of_head_chunk(head_chunk, self.bound.shape.field(field).side)
         return x if x.shape[2] == heads.stop - heads.start else x[:, :, heads]
 
@@ -148,7 +146,7 @@ class Call(abc.ABC):
         return self.inner_results.pop(field)
 
     def put_result(self, head_chunk: int, field: str, tensor: Tensor) -> None:
-        """Store a result of local tokens (B, s, h, D) that has the head chunk's heads."""
+        """Store a result (B, s, h, D) for local tokens and the head chunk's heads."""
         if len(self.heads.head_chunks) == 1:
             self.local_results[field] = tensor
             return
@@ -164,7 +162,9 @@ class Call(abc.ABC):
             self.inner = self.local if one_head_chunk else {field: self.part(head_chunk, field) for field in self.local}
 
     def put_inner(self, head_chunk: int, **results: Tensor) -> None:
-        """Store inner results by field, or store them as results of local tokens if this is the only Ulysses rank."""
+        """Store inner results by field. If this is the only Ulysses rank, store the results as results for local tokens
+        instead.
+        """
         if self.alone:
             for field, x in results.items():
                 self.put_result(head_chunk, field, x)
@@ -182,7 +182,9 @@ class Call(abc.ABC):
         return x[self.heads.head_chunks[head_chunk][side]][self.heads.inner(head_chunk)[side]]
 
     def take_common_off(self, head_chunk: int) -> None:
-        """Subtract the common part from the inner keys, in place unless the keys are the caller's."""
+        """Subtract the common part from the inner keys. The subtraction is in place unless the keys belong to the
+        caller.
+        """
         if self.common is not None:
             k, common = self.inner["k"], self.of_inner_heads(self.common, head_chunk, 1)
             self.inner = self.inner | {"k": k - common if self.alone else k.sub_(common)}
@@ -194,10 +196,10 @@ class Call(abc.ABC):
         return Operands(self.kernel, self.scale, q, tuple(kv), parameters, self.settings.v_dim)
 
     def inner_sinks(self, sinks: Tensor, head_chunk: int) -> Tensor:
-        """Return the sinks of the heads that this Ulysses rank works on.
+        """Return the sinks for the heads that this Ulysses rank works on.
 
-        The shape is (H,). If the keys' common part was subtracted, the shape is (B, T, H), with one sink per row,
-        because the scores of each row have changed by a different amount.
+        The shape is (H,). If the keys' common part was subtracted, the shape is (B, T, H) with one sink per row,
+        because the scores have changed by a different amount in each row.
         """
         sinks = self.of_inner_heads(sinks, head_chunk)
         if self.common is None:
@@ -206,7 +208,7 @@ class Call(abc.ABC):
 
 
 class ForwardCall(Call):
-    """The forward of a call on the operator's local tensors, with `AttentionResults` as results.
+    """The forward pass of a call on the operator's local tensors, which returns `AttentionResults`.
 
     Without other Ulysses ranks, only the lse of each head chunk is saved.
     """
@@ -243,7 +245,8 @@ class ForwardCall(Call):
 
 
 class BackwardCall(Call):
-    """The backward of a call, with the gradients of the operator's tensors (and of sinks, if any) as results.
+    """The backward pass of a call, which returns the gradients of the operator's tensors and of the sinks, if there are
+    any.
 
     Args:
         local: The gradient `do`, the operator's parameters, and if needed the operands and out (or delta instead of

@@ -1,4 +1,4 @@
-"""The tensors and computations in which forward and backward differ."""
+"""The tensors and computations that differ between the forward and backward passes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .kernels import Kernel
 from .kernels.accumulate import AT_ONCE, Accumulator, Softmax, Sum, backward, forward, fused
 
 ALL = slice(None)  # rows
-PIECE = 1024  # number of tokens of a head that a CPU computes at once
-FEW = 256  # below this many tokens, several heads are computed at once to amortize the overhead of a call
+PIECE = 1024  # number of tokens of a head that a CPU processes at once
+FEW = 256  # below this number of tokens, several heads are processed at once to amortize the overhead of a call
 
 
 class Operands(NamedTuple):
-    """The operands of a head chunk, in both directions."""
+    """A head chunk's operands, in both directions."""
 
     kernel: Kernel
     scale: float
@@ -30,7 +30,7 @@ class Operands(NamedTuple):
 
 
 class Forward:
-    """The forward products of one head chunk, between q (B, n, Hq, D) and k and v (B, m, Hkv, D).
+    """The forward products for one head chunk, computed from q (B, n, Hq, D) and from k and v (B, m, Hkv, D).
 
     The token dimension of all tensors is dim 1. The results are out, shaped like q, and lse (B, n, Hq) in accum_dtype.
     """
@@ -40,7 +40,7 @@ class Forward:
         self.device, self.dtype = self.q.device, self.q.dtype
 
     def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
-        """Return some rows of this rank's tensors of an operand.
+        """Return the given rows of this rank's tensors for an operand.
 
         Args:
             kind: The operand, "q" or "kv".
@@ -54,7 +54,8 @@ class Forward:
 
         Args:
             kind: The kind of result.
-            make: Function that returns tensors for results in accum_dtype, called when the tensors are first needed.
+            make: Function that returns tensors for results in accum_dtype. `make` is called when the tensors are first
+                needed.
         """
         return Softmax(make)
 
@@ -77,27 +78,29 @@ class Forward:
         return results[0].finish(self.dtype, None)
 
     def empty_results(self) -> dict[str, Tensors]:
-        """Return uninitialized tensors for the results of `finish`, by kind, for ranks with several blocks."""
+        """Return uninitialized tensors for the results of `finish`, by kind. Ranks with several blocks use these
+        tensors.
+        """
         out, lse = self.q.shape, self.q.shape[:-1]
         return {"out": (self.q.new_empty(out), self.q.new_empty(lse, dtype=sum_dtype(self.dtype)))}
 
     def forget(self, slot: int) -> None:
-        """Drop values computed from a slot's unit before the slot receives another unit."""
+        """Drop the values computed from a slot's unit, before the slot receives another unit."""
 
 
 class Backward(Forward):
-    """The backward of `Forward`, given the output's gradient `do` and forward's out and lse. The results are dq, dk and
-    dv.
+    """The backward pass of `Forward`, given the output's gradient `do` and the forward results out and lse. The results
+    are dq, dk and dv.
 
-    A query block is sent with delta = rowsum(do * out) instead of out; delta has 1/D of out's size (BurstAttention,
-    section 3.1). Kernels read out, so `out_with_rowsum` computes a substitute from the delta of a received or gathered
-    block. Local tensors use the true out, unless `out` is delta (B, n, H).
+    A query block is sent with delta = rowsum(do * out) instead of out, because delta has 1/D of out's size
+    (BurstAttention, section 3.1). Kernels need `out`, so `out_with_rowsum` computes a substitute from a received or
+    gathered block's delta. Local tensors use the true `out`, unless `out` is delta (B, n, H).
     """
 
     def __init__(self, operands: Operands, do: Tensor, out: Tensor, lse: Tensor) -> None:
         super().__init__(operands)
         self.do, self.out, self.lse = do, out, lse
-        self.out_of_slot = dict[int, Tensor]()  # slot -> out of the query block in the slot
+        self.out_of_slot = dict[int, Tensor]()  # maps a slot to the out of the query block in the slot
 
     def local(self, kind: str, rows: slice, for_message: bool = False) -> Tensors:
         if kind == "kv":
@@ -157,10 +160,9 @@ def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
-    """Return a substitute for out with the same rowsum. The substitute is `do * delta / |do|^2`, or 0 in rows in which
-    `do` is 0.
+    """Return a substitute for `out` that has the same rowsum: `do * delta / |do|^2`, or 0 in rows in which `do` is 0.
 
-    The rowsum with `do` is all that a backward kernel computes from out. Each row of `do` is first divided by its
+    A backward kernel uses `out` only to compute the rowsum of `do * out`. Each row of `do` is first divided by its
     maximum, since `|do|^2` can underflow in fp32.
 
     Args:
@@ -182,10 +184,10 @@ def out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
 
 
 def _pieces(x: Tensor) -> Iterator[tuple[slice, ...]] | None:
-    """Return indices that cut x (B, n, H, D) into pieces to compute one at a time, or None if x needs no cutting.
+    """Return indices that split x (B, n, H, D) into pieces to process one at a time, or None if no split is needed.
 
-    On a CPU, a piece has tokens of one head, or of several heads if there are few tokens. On a device, a piece has
-    tokens of all heads.
+    On a CPU, a piece contains tokens for one head, or for several heads if there are few tokens. On a device, a piece
+    contains tokens for all heads.
     """
     batch, tokens, heads, width = x.shape
     if not x.is_cpu:
@@ -211,31 +213,27 @@ def _out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
     return unit.mul_(delta[..., None].div(maximum).div_(square))
 
 
-# ---- the common part of keys
-#
-# A key bias c (Qwen2) adds the same q . c to every score of a row, and to the row's lse. A merge weights a block's out
-# by exp(lse_b - lse), where the kernel has rounded lse_b by up to |lse| / 2^24. Backward computes p = exp(s - lse) from
-# the scores. In backward, a block b of keys therefore has the weight W_b, the sum of its p. In out, the block has the
-# weight W_b (1 + e_b), where e_b is at most the rounding error. As a result, delta = do . out is not the mean of dp
-# weighted by p, and a row of ds = p (dp - delta) sums to about -sum_b W_b e_b (do . out_b) instead of 0. The error of
-# dq = ds K is c times this sum. (A single call for whole rows has no such error: a rounded lse only scales a row of p,
-# so the row of ds still sums to 0.)
-#
-# No merge can compute e_b, since kernels do not return more digits of lse_b. But softmax does not change if the same
-# number is subtracted from all scores of a row. All ranks therefore subtract the same c from their keys in fp32, so
-# that the lse of K - c does not contain q . c. The tensors out, dk and dv do not change, and neither does dq = ds (K -
-# c), since rows of ds sum to 0. With a sink, a row of ds sums to the sink's weight times delta, so backward adds c
-# times this sum to dq. With a softcap, scores are bounded, so nothing is subtracted.
-#
-# The subtraction covers only elements of head_dim in which the keys' absolute mean exceeds their standard deviation, so
-# keys without a bias stay bitwise unchanged. After RoPE, the subtracted elements are those that rotate slowly.
+# ---- the common part of keys  A key bias c (Qwen2) adds the same q . c to every score of a row, and to the row's lse.
+# A merge weights a block's out by exp(lse_b - lse), where the kernel has rounded lse_b by up to |lse| / 2^24. Backward
+# computes p = exp(s - lse) from the scores. In backward, a block b of keys therefore has the weight W_b, the sum of its
+# p. In out, the block has the weight W_b (1 + e_b), where |e_b| is at most the rounding error. As a result, delta = do
+# . out is not the mean of dp weighted by p, and a row of ds = p (dp - delta) sums to about -sum_b W_b e_b (do . out_b)
+# instead of 0. The error of dq = ds K is c times this sum. (A single call for whole rows has no such error: a rounded
+# lse only scales a row of p, so the row of ds still sums to 0.)  No merge can compute e_b, since kernels do not return
+# more digits of lse_b. But softmax does not change if the same number is subtracted from all scores of a row. All ranks
+# therefore subtract the same c from their keys in fp32, so that the lse of K - c does not contain q . c. The tensors
+# out, dk and dv do not change, and neither does dq = ds (K - c), since rows of ds sum to 0. With a sink, a row of ds
+# sums to the sink's weight times delta, so backward adds c times this sum to dq. With a softcap, scores are bounded, so
+# nothing is subtracted.  The subtraction covers only elements of head_dim in which the keys' absolute mean exceeds
+# their standard deviation, so keys without a bias stay bitwise unchanged. After RoPE, the subtracted elements are those
+# that rotate slowly.
 
 
 def moments(k: Tensor) -> Tensor:
-    """Return the moments of a rank's keys (B, n, H, D) as one vector (2 * H * D + 1,).
+    """Return the moments of a rank's keys (B, n, H, D) as a vector (2 * H * D + 1,).
 
-    The vector contains the sums over keys for each head and element of head_dim, then the sums of squares, then the
-    number B * n of keys.
+    The vector contains the sums over keys for all heads and elements of head_dim, followed by the sums of squares and
+    the number B * n of keys.
     """
     count = k.new_full((1,), k.shape[0] * k.shape[1])
     squares = torch.linalg.vector_norm(k, dim=(0, 1)).square()
@@ -245,12 +243,12 @@ def moments(k: Tensor) -> Tensor:
 def common_part(moments_of_ranks: Tensor, heads: int) -> Tensor:
     """Return the common part (H, D) of the keys of all ranks.
 
-    The common part is 0 in elements whose absolute mean is at most their standard deviation, and in elements where a
-    key is not finite.
+    The common part is 0 for elements whose absolute mean is at most their standard deviation, and for elements in which
+    some key is not finite.
 
     Args:
-        moments_of_ranks: The `moments` of each rank, (ranks, 2 * H * D + 1), in the same order on all ranks so that the
-            result is bitwise identical.
+        moments_of_ranks: The `moments` of each rank, as (ranks, 2 * H * D + 1). The order is the same on all ranks, so
+            the result is bitwise identical on all ranks.
         heads: Number H of key/value heads.
     """
     *sums, count = moments_of_ranks.sum(0).split([moments_of_ranks.shape[1] // 2, moments_of_ranks.shape[1] // 2, 1])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ...base import compat
 from ...base.hosts import this_device
 
-HOST_BACKENDS = ("gloo", "fake", "mpi", "ucc")  # have no device communicator, even for device tensors
+HOST_BACKENDS = ("gloo", "fake", "mpi", "ucc")  # backends without a device communicator, even for device tensors
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -27,7 +27,7 @@ def communicator_device(group: dist.ProcessGroup) -> torch.device | None:
 def bind_device(group: dist.ProcessGroup) -> torch.device | None:
     """Select this rank's device and return it, or return None if the group has no communicators on devices.
 
-    The selected device is the device to which the group is bound, by default `this_device`. Bind other groups to the
+    The selected device is the device to which the group is bound, or `this_device` by default. Bind other groups to the
     same device.
     """
     if communicator_device(group) is None:

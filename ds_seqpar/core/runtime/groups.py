@@ -1,13 +1,13 @@
-"""Creates the process groups of a topology.
+"""Creates the process groups for a topology.
 
-A rank creates only the groups that it belongs to, so the number of groups does not grow with the world size. Groups
-with the same ranks are created once, and no group is created for a single rank.
+Each rank creates only the groups that it belongs to, so the number of groups does not grow with the world size. Groups
+with the same ranks are created only once, and no group is created for a single rank.
 
-torch's `new_group` requires every rank of the world to create every group. With `use_local_synchronization=True`, only
-members create a group, but torch then names the group by the number of groups on the rank. If the number differs
-between members, the members wait for one another forever. The number can also recur after a group was freed, while old
-addresses are still in the store. Group names in this module therefore consist of the number of the set of groups (on
-which the world agrees), the purpose, and the first rank.
+torch's `new_group` requires all ranks in the world to create every group. With `use_local_synchronization=True`, only
+members create a group, but torch then names the group after the number of groups on the rank. If the number differs
+between members, the members wait for one another forever. The number can also be reused after a group was freed, while
+old addresses are still in the store. In this module, a group's name therefore consists of the number of its set of
+groups (on which all ranks agree), the group's purpose, and its first rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..compiler.sharding.layout import Topology
 from .devices import backends, bind_device, communicator_device
 
 Group = dist.ProcessGroup
-NCCL = "nccl"  # the backend that accepts NCCL's options
+NCCL = "nccl"  # backend that accepts NCCL's options
 
 
 Meeting = Callable[[], contextlib.AbstractContextManager]  # returns a context manager for creating a gloo group
@@ -67,31 +67,32 @@ class CollectiveGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """This rank's process groups; None stands for a group that would contain only this rank."""
+    """This rank's process groups. None represents a group that would contain only this rank."""
 
     world: Group  # all ranks, for CPU tensors
-    made: tuple[Group, ...]  # groups created for this object; freed with it, including threads and sockets
+    made: tuple[Group, ...]  # groups created for this object and freed with it, including their threads and sockets
     sp: Group | None  # ranks that share this rank's sequence
     sp_order: tuple[int, ...]  # sp_order[i]: SP rank of rank i of `sp`
     inner: Group | None  # ranks that run the schedule
-    cp_rank: int  # this rank's number in the schedule
-    cp_order: tuple[int, ...]  # cp_order[p]: rank in `inner` of CP rank p
+    cp_rank: int  # this rank's number within the schedule
+    cp_order: tuple[int, ...]  # cp_order[p]: rank of CP rank p within `inner`
     ulysses: Group | None  # Ulysses ranks that exchange heads
     control: Group | None  # ranks of `sp`, for CPU tensors
-    collectives: dict[tuple[int, ...], CollectiveGroup]  # groups of the schedule's collectives, by CP ranks
+    collectives: dict[tuple[int, ...], CollectiveGroup]  # groups for the schedule's collectives, by CP ranks
     number: int  # number of this set of groups, equal on all ranks
     max_ctas: int | str = "auto"  # see `compat.nccl_options`
 
     @functools.cached_property
     def one_ring(self) -> Groups:
-        """The groups of a schedule that runs on all ranks of the sequence, without Ulysses.
+        """The groups for a schedule that runs on all ranks that share the sequence, without Ulysses.
 
-        The first access is collective over all ranks of the sequence. NCCL runs the operations of a group one after the
-        other. To avoid queueing behind ZeRO's prefetched gathers, layer messages do not use the group of the whole job.
+        The first access is collective across all ranks that share the sequence. NCCL runs a group's operations one
+        after another. To avoid queueing behind ZeRO's prefetched gathers, layer messages do not use the group of the
+        whole job.
         """
         assert self.sp is not None
         size = self.sp.size()
-        # prefer one of attention's groups if it has all ranks, because `sp` may be the group of the whole job
+        # prefer one of attention's groups if it contains all ranks, because `sp` may be the group of the whole job
         group = next(x for x in (self.inner, self.ulysses, self.sp) if x is not None and x.size() == size)
         made: list[Group] = []
         if group is all_ranks() and communicator_device(group):
@@ -105,7 +106,7 @@ class Groups:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Free the groups; a second call does nothing. All members must free their NCCL groups in the same order."""
+        """Free the groups. A second call has no effect. All members must free their NCCL groups in the same order."""
         if one_ring := vars(self).pop("one_ring", None):
             one_ring.close()
         groups = list(vars(self).get("made", ()))
@@ -118,7 +119,7 @@ class Groups:
         raise ConfigError("this SequenceParallel was closed, and its process groups with it; make another one")
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Free the groups without device communicators, which nothing uses any more, not even a later backward.
+        """Free the groups without device communicators, which are no longer used, not even by a later backward pass.
 
         NCCL groups are not freed, because other ranks may not free the same groups at this point.
         """
@@ -128,14 +129,14 @@ class Groups:
             free(groups)
 
 
-FREE_TIMEOUT = 5.0  # maximum seconds to wait for the threads of groups
+FREE_TIMEOUT = 5.0  # maximum number of seconds to wait for the groups' threads
 
 
 def free(groups: list[Group]) -> None:
-    """Free all groups in the list, and clear the list. Nothing else may reference the groups.
+    """Free all groups in the list, and clear the list. No other object may reference the groups.
 
-    An operation that never completed keeps its group's thread alive until the operation times out. The function `free`
-    does not wait for threads of incomplete operations.
+    An operation that never completed keeps its group's thread alive until the operation times out. `free` does not wait
+    for the threads of such operations.
     """
     for number in range(len(groups)):
         with contextlib.suppress(ValueError):  # already destroyed, together with the group of all ranks
@@ -157,13 +158,14 @@ def create(
         world: The group returned by `control_world`.
         max_ctas: See `compat.nccl_options`.
         meeting: Function that returns a context manager for creating gloo groups.
-        of: Groups of the same sequences for another topology with the same SP rank numbers. The groups of all ranks of
-            a sequence in `of` are reused, and are freed with `of`.
+        of: Groups for the same sequences in another topology with the same SP rank numbers. The groups in `of` that
+            contain all ranks sharing a sequence are reused, and are freed with `of`.
     """
     maker = _Maker(rank, world, max_ctas)
     sp_axes = ("ulysses", *topology.cp_axes)
     sp_ranks, cp_ranks = topology.group(rank, *sp_axes), topology.group(rank, *topology.cp_axes)
-    # separate groups for attention: in the group of all ranks, its messages could be confused with other messages
+    # separate groups for attention, because attention's messages could be confused with others in the group of all
+    # ranks
     inner = maker.own("inner", cp_ranks)
     ulysses = maker.own("ulysses", topology.group(rank, "ulysses"))
     collectives = {}
@@ -195,13 +197,13 @@ def create(
 
 
 def device_mesh(topology: Topology, groups: Groups, device: torch.device) -> DeviceMesh:
-    """Return all ranks as a device mesh with the dims "dp", "cp" and "ulysses". Collective over all ranks.
+    """Return a device mesh of all ranks with the dims "dp", "cp" and "ulysses". Collective over all ranks.
 
     The dims "cp" and "ulysses" use attention's groups. The dim "dp" and all dims of size 1 get new groups, which are
     freed with `groups`.
 
     Raises:
-        ConfigError: The rank order differs from torch's numbering of the ranks in a dim.
+        ConfigError: In some dim, the rank order differs from the order in which torch numbers the ranks.
     """
     numbers = [topology.index(r, "ulysses", *topology.cp_axes, "data") for r in range(topology.world_size)]
     if numbers != sorted(numbers):
@@ -222,9 +224,10 @@ _numbers = itertools.count(1)  # numbers for this process's sets of groups
 
 
 class _Maker:
-    """Creates this rank's groups. All ranks must call the same methods in the same order, each with its own ranks.
+    """Creates this rank's groups. All ranks must call the same methods in the same order, each for the groups to which
+    it belongs.
 
-    Device communicators are split off the world's communicator, which requires all ranks to take part.
+    Device communicators are split off the world's communicator, and all ranks must take part in each split.
     """
 
     def __init__(self, rank: int, world: Group, max_ctas: int | str) -> None:
@@ -236,7 +239,7 @@ class _Maker:
         self.made: list[Group] = []
 
     def own(self, purpose: str, ranks: Iterable[int]) -> Group | None:
-        """Return a group that only this SequenceParallel uses, or None for a single rank."""
+        """Return a group that is used only by this SequenceParallel, or None for a single rank."""
         ranks = tuple(sorted(ranks))
         if len(ranks) > 1 and ranks not in self.by_ranks:
             self.by_ranks[ranks] = self._make(purpose, ranks, dist.get_backend(), self.device)
@@ -248,7 +251,7 @@ class _Maker:
         return all_ranks() if 1 < len(ranks) == all_ranks().size() else self.own(purpose, ranks)
 
     def of_dim(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """Return a group from `own_or_all`, or a new group if this rank is the only member."""
+        """Return the group from `own_or_all`, or a new group if this rank is the only member."""
         return self.own_or_all(name, ranks) or self._make(name, ranks, dist.get_backend(), self.device)
 
     def for_cpu(self, ranks: Iterable[int], meeting: Meeting) -> Group:
@@ -276,7 +279,8 @@ class _Maker:
 
 
 def _warm_up(used: set[Group | None], new_groups: list[Group]) -> None:
-    """Run one all-reduce on each device communicator, because a communicator's first call must include all members.
+    """Run one all-reduce on each device communicator, because all members must take part in a communicator's first
+    call.
 
     A schedule's first transfer may involve only some members.
     """

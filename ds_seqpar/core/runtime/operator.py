@@ -1,4 +1,4 @@
-"""Operators, which define the tensors that attention checks, sends and computes with.
+"""Operators, which define the tensors that attention checks, sends and uses.
 
 An add-on can define its own `Operator` and register it.
 """
@@ -22,17 +22,17 @@ from .dense import Backward, Forward
 
 
 class Operator:
-    """Attention to keys and values. Subclasses define operators that compute something else.
+    """The operator for attention over keys and values. Subclasses define other operators.
 
     Attributes:
-        name: Name in messages and in compiled graphs.
-        operands: Names of q and of the key/value tensors, the latter in the order of `kv` of the shape. Operands are
-            local tensors (B, s, heads, width), and their blocks are sent between ranks.
-        parameters: Names of further tensors, which are complete on every rank and have q's heads on dim 0. The
-            gradients of parameters must be summed over ranks.
+        name: Name used in messages and in compiled graphs.
+        operands: Names of q and of the key/value tensors; the key/value tensors are in the order of the shape's `kv`.
+            Operands are local tensors (B, s, heads, width), and their blocks are sent between ranks.
+        parameters: Names of further tensors, which are complete on every rank and have q's heads in dim 0. The
+            parameters' gradients must be summed over ranks.
         dims: Number of dims of each tensor, as passed by the caller.
-        is_linear: Whether adding a vector to all keys adds the vector's product with q to the scores, so that the
-            vector can be subtracted (see `dense`).
+        is_linear: Whether adding a vector to all keys adds the vector's product with q to the scores. If so, the vector
+            can be subtracted (see `dense`).
         kind: Class of the shape.
         forward: Class that computes the blocks of a head chunk.
         backward: Class that computes the gradients of a head chunk's blocks.
@@ -53,20 +53,20 @@ class Operator:
         return self.operands + self.parameters
 
     def has_common(self, dtype: torch.dtype) -> bool:
-        """Return whether forward's results contain the keys' common part, which is 0 if nothing was subtracted.
+        """Return whether the forward results contain the keys' common part, which is 0 if nothing was subtracted.
 
         The result depends only on the dtype, because torch.compile needs the result without the mask.
         """
         return self.is_linear and dtype == torch.float32
 
     def check_options(self, options: Any) -> None:
-        """Raise InputError for unsupported `AttentionOptions`."""
+        """Raise InputError if the `AttentionOptions` are not supported."""
 
     def check(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
-        """Raise InputError for tensors that the operator does not support on any number of ranks.
+        """Raise InputError if the operator does not support the tensors on any number of ranks.
 
         Args:
-            tensors: A user's arguments, which may be any objects.
+            tensors: The user's arguments, which may be any objects.
             lengths_differ: Whether k and v may differ from q in length.
         """
         if classes := [unreadable(x) for x in tensors if unreadable(x)]:
@@ -82,7 +82,7 @@ class Operator:
         check_derivatives(*tensors)
 
     def check_shapes(self, tensors: Sequence[Any], lengths_differ: bool) -> None:
-        """Raise InputError for objects that are not tensors or have an unsupported shape."""
+        """Raise InputError if an object is not a tensor or has an unsupported shape."""
         q, k, v = tensors
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors):
             raise InputError(
@@ -102,7 +102,7 @@ class Operator:
             )
 
     def prepare(self, tensors: Sequence[Tensor]) -> tuple[Tensors, int]:
-        """Return the tensors in the form that kernels need (4 dims for all operands), and the width of out."""
+        """Return the tensors in the form that kernels need (operands with 4 dims), and the width of out."""
         return tuple(of_one_head_dim(*tensors)), tensors[-1].shape[-1]
 
     def shapes_of(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
@@ -136,7 +136,9 @@ DENSE = register(Operator())
 
 
 def unreadable(x: object) -> str:
-    """Describe the class of a tensor with elements that a kernel cannot read, or return "" for any other object."""
+    """Describe the class of a tensor if a kernel cannot read the tensor's elements, or return "" for any other
+    object.
+    """
     if not isinstance(x, Tensor):
         return ""
     classes = [base.__name__ for base in type(x).__mro__]
@@ -148,16 +150,17 @@ def unreadable(x: object) -> str:
 
 
 def check_derivatives(*tensors: Tensor) -> None:
-    """Raise InputError under forward-mode differentiation and torch.func transforms, which attention does not support.
+    """Raise InputError under forward-mode differentiation and torch.func transforms, neither of which attention
+    supports.
 
-    Under torch.compile, nothing is checked, since the compiler itself rejects unsupported kinds of differentiation.
+    Nothing is checked under torch.compile, since the compiler itself rejects unsupported kinds of differentiation.
     """
     if not torch.compiler.is_compiling() and (error := derivatives_error(*tensors)):
         raise error
 
 
 def derivatives_error(*tensors: Tensor) -> InputError | None:
-    """Return an error if attention is called under an unsupported kind of differentiation, or None."""
+    """Return an error if attention is called under an unsupported kind of differentiation, otherwise None."""
     if compat.in_torch_func():
         return InputError(
             "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "
@@ -171,9 +174,9 @@ def derivatives_error(*tensors: Tensor) -> InputError | None:
 
 
 def of_one_head_dim(*tensors: Tensor) -> Sequence[Tensor]:
-    """Return the tensors (..., D), each padded with zeros to the maximum D.
+    """Return the tensors (..., D), each padded with zeros to the largest D.
 
-    Padding with zeros does not change scores, and only adds elements to out.
+    Padding with zeros does not change the scores, and only adds elements to out.
     """
     largest = max(x.shape[-1] for x in tensors)
     return [padded(x, largest) for x in tensors]

@@ -1,4 +1,4 @@
-"""Hook for activation checkpoints, in which the second run of a function replays the results of the first run."""
+"""Hook for activation checkpoints, in which the second run of a function reuses results of the first run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Replay:
     checkpoint.
     """
 
-    which_run = "none"  # the current run of a checkpointed function, which ranks compare
+    which_run = "none"  # the current run of a checkpointed function; ranks compare this value
     checkpoint_saves = False  # whether a checkpoint saves attention's results
 
     @property
@@ -28,7 +28,8 @@ class Replay:
 
 
 NONE = Replay()
-finders: list[Callable[[], Replay | None]] = []  # each finder returns the innermost checkpoint around the call, or None
+# functions that return the innermost checkpoint around the call, or None
+finders: list[Callable[[], Replay | None]] = []
 
 
 def current() -> Replay:

@@ -36,24 +36,24 @@ MOST_ADMITTED = 16  # number of checked inputs to remember
 
 
 class Runtime:
-    """The settings, group ranks and communication of one rank.
+    """One rank's settings, ranks within its groups, and communication.
 
     Args:
-        of: Runtime that shares its guards and observers with this runtime; None creates new lists.
+        of: Runtime whose guards and observers this runtime shares. If None, new lists are created.
 
     Attributes:
         rank: The CP rank.
         size: cp_size.
-        ulysses: ulysses_size and this rank's Ulysses rank.
-        admitted: For each key of checked inputs, the fields that ranks compare.
-        last_bound: For each direction, the arguments and result of the last `bound`.
-        last_head_chunks: The arguments and result of the last `head_chunks` if the setting is "auto".
-        handle: Handle of this object, for custom ops.
+        ulysses: Tuple (ulysses_size, this rank's Ulysses rank).
+        admitted: The fields that ranks compare, for each key of checked inputs.
+        last_bound: The arguments and result of the last call of `bound`, for each direction.
+        last_head_chunks: The arguments and result of the last call of `head_chunks`, if the setting is "auto".
+        handle: This object's handle for custom ops.
         guards: Guards that are notified of calls.
         observers: Observers that are notified of program executions.
-        fewest_head_chunks: Function that picks the number of head chunks for "auto", based on memory. The arguments
-            are the recipe, the Ulysses size, the local shape, the mask, the shards, the kernel setting, and whether
-            tensors are on a GPU.
+        fewest_head_chunks: Function that picks the number of head chunks for "auto" on the basis of memory. The
+            arguments are the recipe, the Ulysses size, the local shape, the mask, the shards, the kernel setting, and
+            whether tensors are on a GPU.
     """
 
     fewest_head_chunks: Callable[[Recipe, int, Shape, Mask, Shards, str, bool], int] = staticmethod(lambda *_: 1)
@@ -75,7 +75,8 @@ class Runtime:
 
     @functools.cached_property
     def one_ring(self) -> Runtime:
-        """A second runtime for this rank: one ring of all ranks of the sequence, without Ulysses, for forward only.
+        """A second runtime for this rank, used only for the forward pass: one ring of all ranks that share the
+        sequence, without Ulysses.
 
         The second runtime shares this runtime's guards and observers.
         """
@@ -89,21 +90,23 @@ class Runtime:
         return Runtime(config, config.topology(size), rank, comm, of=self)
 
     def admit(self, inputs: Inputs, error: SeqParError | None) -> None:
-        """Raise this rank's error, or an error from a guard, if a call cannot be computed. Collective."""
+        """If a call cannot be computed, raise this rank's error or an error from a guard. Collective."""
         for guard in self.guards:
             error = guard.admit(inputs, error)
         if error is not None:
             raise error
 
     def guarded(self, call: GuardedCall) -> contextlib.ExitStack:
-        """Return a context for a call's forward or backward that combines the contexts of all guards."""
+        """Return a context manager for a call's forward or backward pass that combines the context managers of all
+        guards.
+        """
         with contextlib.ExitStack() as stack:
             for guard in self.guards:
                 stack.enter_context(guard.around(call))
             return stack.pop_all()
 
     def remember(self, key: tuple, compared: Compared) -> None:
-        """Remember the fields that ranks compare for checked inputs, evicting the oldest key if there are too many."""
+        """Store the fields that ranks compare for checked inputs, evicting the oldest key if there are too many."""
         self.admitted[key] = compared
         if len(self.admitted) > MOST_ADMITTED:
             del self.admitted[next(iter(self.admitted))]
@@ -115,13 +118,13 @@ class Runtime:
     def bound(
         self, direction: str, q: Tensor, shapes: Sequence[Sequence[int]], settings: CallSettings
     ) -> tuple[BoundProgram, Kernel]:
-        """Return the program for a rank's local tensors, and the kernel that the program calls.
+        """Return the program for a rank's local tensors and the kernel that the program calls.
 
         Args:
             direction: "forward" or "backward".
-            q: The local q (B, s, Hq, D), of which only length, dtype and device are read.
-            shapes: Shapes of all prepared tensors of the operator.
-            settings: Settings of the call.
+            q: The local q (B, s, Hq, D), of which only the length, dtype and device are used.
+            shapes: Shapes of all of the operator's prepared tensors.
+            settings: The call's settings.
         """
         key = shapes, q.dtype, q.device, settings._replace(layer=None), is_deterministic()
         last = self.last_bound.get(direction)
@@ -166,7 +169,7 @@ class Runtime:
         return self.last_head_chunks[1]
 
     def forward(self, tensors: Tensors, sinks: Tensor | None, settings: CallSettings) -> list[Tensor]:
-        """Compute forward for a rank's local tensors, and return `AttentionResults` as a list."""
+        """Compute the forward pass for a rank's local tensors, and return `AttentionResults` as a list."""
         common, keys = None, tensors[1]
         named = dict(zip(settings.operator.inputs, tensors, strict=True))
         with self.guarded(guarded_call("forward", settings, named, sinks)):
@@ -178,19 +181,19 @@ class Runtime:
         self, local: dict[str, Tensor], shapes: Sequence[Sequence[int]], sinks: Tensor | None, saved: Saved,
         settings: CallSettings, common: Tensor | None,
     ) -> list[Tensor]:  # fmt: skip
-        """Compute backward for a rank's local tensors.
+        """Compute the backward pass for a rank's local tensors.
 
         Args:
-            local: The gradient `do`, the operator's parameters, and its operands and out if forward did not save inner
-                tensors.
+            local: The gradient `do` and the operator's parameters, plus the operator's operands and out if the forward
+                pass did not save inner tensors.
             shapes: Shapes of all tensors of the operator.
-            sinks: The sinks that forward received.
-            saved: Tensors that forward saved.
-            settings: The settings that forward received.
-            common: The common part that forward returned.
+            sinks: The sinks passed to the forward pass.
+            saved: Tensors saved by the forward pass.
+            settings: The settings passed to the forward pass.
+            common: The common part returned by the forward pass.
 
         Returns:
-            The gradients of the operator's tensors, and of sinks if there are any.
+            The gradients of the operator's tensors, and of the sinks if there are any.
         """
         with self.guarded(guarded_call("backward", settings, local, sinks)):
             common = common if settings.takes_common_off(local["do"].dtype, self.size) else None
@@ -199,7 +202,7 @@ class Runtime:
     def forward_walk(
         self, tensors: Tensors, sinks: Tensor | None, settings: CallSettings, common: Tensor | None
     ) -> Walk:
-        """Return a `Walk` that computes a `ForwardCall` of a rank's local tensors, with `common` subtracted from the
+        """Return a `Walk` that computes a `ForwardCall` on a rank's local tensors, with `common` subtracted from the
         keys.
         """
         bound, kernel = self.bound("forward", tensors[0], [x.shape for x in tensors], settings)
@@ -211,7 +214,7 @@ class Runtime:
         self, local: dict[str, Tensor], shapes: Sequence[Sequence[int]], sinks: Tensor | None, saved: Saved,
         settings: CallSettings, common: Tensor | None,
     ) -> Walk:  # fmt: skip
-        """Return a `Walk` that computes a `BackwardCall` of a rank's local tensors, with `common` subtracted from the
+        """Return a `Walk` that computes a `BackwardCall` on a rank's local tensors, with `common` subtracted from the
         keys.
         """
         bound, kernel = self.bound("backward", local["do"], shapes, settings)
@@ -220,6 +223,6 @@ class Runtime:
 
 
 def guarded_call(direction: str, settings: CallSettings, local: dict[str, Tensor], sinks: Tensor | None) -> GuardedCall:
-    """Return the description of attention's forward or backward that guards receive."""
+    """Return the description of an attention forward or backward pass that is passed to guards."""
     operands = {**local, "sinks": sinks, **settings.scores._asdict()}
     return GuardedCall(direction, ATTENTION, settings.layer, operands=operands)

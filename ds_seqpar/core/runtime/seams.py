@@ -1,6 +1,6 @@
 """Hooks through which add-ons observe and guard calls.
 
-The observer of a program's execution is in `walk.py`, and the context of a transfer in `transport.py`.
+The observer for program executions is in `walk.py`, and the context manager for transfers is in `transport.py`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ ATTENTION = "attention"  # name of attention calls in error messages
 
 
 class Inputs(NamedTuple):
-    """The inputs of a call, before anything is sent."""
+    """A call's inputs, before anything is sent."""
 
     call: str  # name of the function that the user called
-    compared: Compared  # fields that must be equal on all ranks of the sequence; empty if inputs are invalid
+    compared: Compared  # fields that must be equal on all ranks that share the sequence; empty if inputs are invalid
     operands: Mapping[str, Any]  # tensors by name; arbitrary objects if inputs are invalid
 
 
 class GuardedCall(NamedTuple):
-    """The forward or backward of a call that communicates."""
+    """The forward or backward pass of a call that communicates."""
 
     direction: str  # "forward" or "backward"
     name: str  # name of the function in error messages
@@ -38,10 +38,10 @@ class GuardedCall(NamedTuple):
 
 
 class Guard:
-    """An object that is notified of calls while it is in `Runtime.guards`."""
+    """An object that is notified of calls as long as it is in `Runtime.guards`."""
 
     def admit(self, inputs: Inputs, error: SeqParError | None) -> SeqParError | None:
-        """Check the inputs of a call. Guards run in list order.
+        """Check a call's inputs. Guards run in list order.
 
         This method is collective if the call is collective.
 
@@ -49,10 +49,10 @@ class Guard:
             error: Error from earlier checks if this rank cannot compute the call, otherwise None.
 
         Returns:
-            The error to pass to the next guard, or to raise if this guard is the last.
+            The error to pass to the next guard, or to raise if this is the last guard.
         """
         return error
 
     def around(self, call: GuardedCall) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for a forward or backward, within which all communication happens."""
+        """Return a context manager within which all communication of a forward or backward pass happens."""
         return contextlib.nullcontext()

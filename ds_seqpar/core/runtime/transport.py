@@ -16,8 +16,9 @@ from .devices import communicator_device
 from .groups import Groups
 
 Group = dist.ProcessGroup | None  # None: a group of only this rank
-Sizes = tuple[Sequence[int], Sequence[int]]  # numbers of elements sent to, and received from, each group member
-# (group rank, count): the awaited message needs `count` ranks, of which this group rank is the last. None: unknown
+# number of elements sent to each group member, and number received from each
+Sizes = tuple[Sequence[int], Sequence[int]]
+# (group rank, count): the awaited message depends on `count` ranks, the last of which is this group rank. None: unknown
 Awaited = tuple[int, int] | None
 Started = tuple[Any, Awaited]  # torch's Work object, and the awaited ranks
 
@@ -29,7 +30,7 @@ class Message(NamedTuple):
     kind: str  # kind of the unit, for counting
     elements: int  # number of elements in the unit, for counting
     buffer: Tensor  # bytes
-    tag: int  # equal on both ends
+    tag: int  # the same on both ends
 
 
 class Handle(Protocol):
@@ -45,13 +46,13 @@ class Comm(Protocol):
     early: int
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
-        """Start all messages. When the returned handle's `wait` returns, receives are complete and send buffers are
-        reusable.
+        """Start all messages. When the returned handle's `wait` returns, all receives are complete and send buffers can
+        be reused.
         """
         ...
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the CP ranks in the order of a collective."""
+        """Return the CP ranks in the order that a collective uses."""
         ...
 
     def all_gather(self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor) -> Handle:
@@ -61,8 +62,8 @@ class Comm(Protocol):
             ranks: CP ranks that take part.
             kind: Kind of the units, for counting.
             elements: Number of elements received from other ranks, for counting.
-            sent: Bytes of this rank.
-            received: Buffer for the bytes of all ranks, in the rank order that `order` returns.
+            sent: This rank's bytes.
+            received: Buffer for the bytes from all ranks, in the rank order that `order` returns.
         """
         ...
 
@@ -77,7 +78,7 @@ class Comm(Protocol):
             elements: Number of elements received from other ranks, for counting.
             sent: Bytes for each rank, in the rank order that `order` returns.
             received: Buffer for the bytes from each rank, in the rank order that `order` returns.
-            sizes: Numbers of bytes sent to, and received from, each rank.
+            sizes: Number of bytes sent to each rank, and number received from each.
         """
         ...
 
@@ -86,31 +87,31 @@ class Comm(Protocol):
 
         Args:
             kind: Kind of the units, for counting.
-            sent: Elements to send: the first sizes[0][0] elements for Ulysses rank 0, and so on.
-            received: Buffer to fill: the first sizes[1][0] elements from Ulysses rank 0, and so on.
-            sizes: Numbers of elements sent to, and received from, each Ulysses rank.
+            sent: Elements to send. The first `sizes[0][0]` elements are for Ulysses rank 0, and so on.
+            received: Buffer to fill. The first `sizes[1][0]` elements come from Ulysses rank 0, and so on.
+            sizes: Number of elements sent to each Ulysses rank, and number received from each.
         """
         ...
 
     def parts_of_all(self, x: Tensor, what: str, shares: bool = False) -> Tensor:
-        """Gather the x (n,) of each rank of the sequence, and return (ranks, n) in the same order on all ranks.
+        """Gather x (n,) from all ranks that share the sequence, and return (ranks, n) in the same order on all ranks.
 
         Args:
             what: Name of the operation in error messages.
-            shares: Whether each rank receives only its share of every x, as a tensor (ranks, n / ranks).
+            shares: Whether each rank receives only its share of every rank's x, as a tensor (ranks, n / ranks).
         """
         ...
 
 
 class Communication:
-    """A context manager that converts a failed communication to a CommunicationError with the backend's reason.
+    """A context manager that converts a communication failure to a CommunicationError with the backend's reason.
 
     Args:
         what: Name of the operation, used as the subject of error messages.
         group: The group that communicates; None for this rank alone.
 
     Attributes:
-        awaited: The rank on whose message this rank is waiting.
+        awaited: The rank whose message this rank is waiting for.
     """
 
     def __init__(self, what: str, group: Group) -> None:
@@ -130,20 +131,21 @@ class Communication:
 
 
 class Works:
-    """torch's Work objects and their tensors, kept until `wait` because a dropped isend loses its message.
+    """torch's Work objects and their tensors, kept until `wait` because dropping an isend loses its message.
 
-    NCCL sends on its own stream, after all work queued on the current stream before the post. In `wait`, the current
-    stream waits for NCCL, but the host does not. The sent and received tensors must not be used between post and wait.
-    While this object references the tensors, their memory is not reused.
+    NCCL sends on its own stream, after all work that was queued on the current stream before the post. In `wait`, the
+    current stream waits for NCCL, but the host does not wait. The sent and received tensors must not be used between
+    post and wait. While this object references the tensors, their memory is not reused.
 
     Args:
         communication: Context manager used to start the works and to wait for them.
-        works: One work per message (receives first), or one work for all messages, in waiting order, each with its
-            awaited rank.
+        works: Pairs of a Work object and its awaited rank, in the order of the waits. There is one Work object per
+            message (receives first), or one for all messages.
         tensors: The sent and received tensors.
 
     Attributes:
-        batch: Works of messages that run as one operation; after the wait, the works no longer reference tensors.
+        batch: Work objects for messages that run as one operation. After the wait, the Work objects no longer reference
+            tensors.
     """
 
     batch: list[Any] | None = None
@@ -184,7 +186,9 @@ def _one_by_one(
 def _batched(
     sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...], first_tag: int
 ) -> list[Started]:
-    """Post messages as one batch, as NCCL requires: two ranks that both send first would wait for each other."""
+    """Post messages as one batch. NCCL requires a batch, because two ranks that both send first would wait for each
+    other.
+    """
     ops = [
         dist.P2POp(op, m.buffer, group=group, tag=m.tag, group_peer=peers[m.peer])
         for op, messages in ((dist.irecv, receives), (dist.isend, sends))
@@ -203,7 +207,7 @@ SENDS_AHEAD = 3
 def _all_to_all_over_gloo(
     received: Sequence[Tensor], sent: Sequence[Tensor], group: Group, ahead: int | None = None
 ) -> list[Started]:
-    """Start an all-to-all that posts all receives before the first send, unlike gloo's own all-to-all.
+    """Start an all-to-all that, unlike gloo's own, posts all receives before the first send.
 
     Each rank sends to the next rank first, then to the rank after that, so that no two ranks start with the same
     receiver.
@@ -213,7 +217,7 @@ def _all_to_all_over_gloo(
         sent: For each rank of the group (including this rank), the tensor to send; empty tensors are not sent.
         group: The group.
         ahead: Number of sends posted immediately. Each further send waits for the next message to arrive, so that a
-            link carries few messages at a time, and sending and receiving overlap. None: all sends are posted
+            link carries few messages at a time and sending overlaps with receiving. If None, all sends are posted
             immediately.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)  # distance: peer minus rank
@@ -225,7 +229,7 @@ def _all_to_all_over_gloo(
     sends: list[Started] = []
     for distance in range(1, size):
         if ahead is not None and distance - ahead in receives:
-            receives.pop(distance - ahead).wait()  # pop: with a second wait, gloo would wait for another message
+            receives.pop(distance - ahead).wait()  # pop, because in a second wait, gloo would wait for another message
         peer = (rank + distance) % size
         if sent[peer].numel():
             sends.append((send(sent[peer], group, peer, EXCHANGE_TAG), (peer, 1)))
@@ -234,9 +238,9 @@ def _all_to_all_over_gloo(
 
 
 def _all_gather(received: Tensor, sent: Tensor, group: Group) -> list[Started]:
-    """Start an all-gather. Over gloo, each rank sends to all others.
+    """Start an all-gather. With gloo, each rank sends to all other ranks.
 
-    gloo's own all-gather is a ring that waits at every step.
+    gloo's own all-gather is a ring that waits in every step.
     """
     if sent.device.type != "cpu":
         return [(ALL_GATHER(received, sent, group=group, async_op=True), None)]
@@ -245,7 +249,7 @@ def _all_gather(received: Tensor, sent: Tensor, group: Group) -> list[Started]:
 
 
 def _all_to_all(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahead: int | None = None) -> list[Started]:
-    """Start an all-to-all. `sizes` contains the sizes of the parts of `sent` and of `received`.
+    """Start an all-to-all. `sizes` contains the sizes of the parts in `sent` and in `received`.
 
     `group` and `ahead` have the same meaning as in `_all_to_all_over_gloo`.
     """
@@ -269,10 +273,11 @@ def connected_to(rank: int, size: int) -> list[int]:
 
 
 def connect(group: Group, communication: type[Communication]) -> None:
-    """Connect the members of a group with device communicators by exchanging one byte both ways, in a single batch.
+    """Connect the members of a group with device communicators by exchanging one byte in both directions, in a single
+    batch.
 
-    NCCL connects two members on their first message, and the host waits for the connection. Members half a group apart
-    connect in both directions at once, so the batch must contain both directions on both members.
+    NCCL connects two members when they first exchange a message, and the host waits for the connection. Members half a
+    group apart connect in both directions at once, so the batch must contain both directions on both members.
     """
     if group is None or (device := communicator_device(group)) is None:
         return
@@ -286,14 +291,15 @@ def connect(group: Group, communication: type[Communication]) -> None:
 
 
 class TorchComm:
-    """The transport over process groups (gloo or NCCL).
+    """The transport that uses process groups (gloo or NCCL).
 
     Args:
-        groups: Groups of this rank.
-        communication: Context manager class for each communication, which may report waits and explain failures.
+        groups: This rank's groups.
+        communication: Context manager class used for each communication. The class may report waits and explain
+            failures.
     """
 
-    first_tag = 0  # XORed with each message's tag over gloo
+    first_tag = 0  # XORed with each message's tag when gloo is used
 
     def __init__(self, groups: Groups, communication: type[Communication] = Communication) -> None:
         self.groups, self.communication = groups, communication
@@ -335,7 +341,7 @@ class TorchComm:
         return gathered
 
     def exchange_with_all(self, what: str, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> None:
-        """Exchange elements with all ranks that share the sequence, independently of any plan, and wait.
+        """Exchange elements with all ranks that share the sequence, independently of any plan, and wait for the result.
 
         Args:
             what: Name of the operation in error messages.
@@ -380,17 +386,18 @@ class TorchComm:
 
 
 class OneRing(TorchComm):
-    """The transport of a second schedule, which runs on all ranks of the sequence.
+    """The transport for a second schedule, which runs on all ranks that share the sequence.
 
-    `OneRing` derives its groups from the configured transport, and shares the transport's counts.
+    `OneRing` takes its groups from the configured transport, and shares that transport's counts.
     """
 
-    first_tag = 0x7800  # may use the group of all ranks, so avoids the tags of agreements and exchanges
+    # this transport may use the group of all ranks, so it avoids the tags of agreements and exchanges
+    first_tag = 0x7800
 
     def __init__(self, comm: TorchComm) -> None:
         self.comm, self.communication, self.received = comm, comm.communication, comm.received
         self.early = 0
-        if self.groups.made:  # the first access, which all ranks make together
+        if self.groups.made:  # the first access, which is collective
             connect(self.groups.inner, self.communication)
 
     @property

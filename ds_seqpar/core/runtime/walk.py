@@ -1,4 +1,4 @@
-"""Execution of a program over tensors, for every schedule, both directions, and real and virtual ranks."""
+"""Execution of a program on tensors, for every schedule, both directions, and real and virtual ranks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .transport import Comm, Handle, Message
 
 
 class Observer:
-    """An object that is notified of program executions while it is in `Runtime.observers`."""
+    """An object that is notified of program executions as long as it is in `Runtime.observers`."""
 
     def begin(self, walk: Walk) -> bool:
-        """Return whether to notify this observer of the rest of a real rank's execution."""
+        """Return whether to notify this observer about the rest of a real rank's execution."""
         return True
 
     def before(self, walk: Walk, instruction: op.Instruction) -> None:
@@ -38,14 +38,14 @@ class Observer:
         """Called after an instruction is executed, and before slots are freed."""
 
     def end(self, walk: Walk, results: list[Tensor] | None) -> None:
-        """Called at the end of an execution, with the call's results, or with None after an error."""
+        """Called at the end of an execution with the call's results, or with None after an error."""
 
     def sent(self, device: torch.device, program: op.Program, batches: list[Any], comm: Comm) -> None:
         """Called after messages were queued on a device outside the execution of a program.
 
         Args:
             program: Description of the messages.
-            batches: For each wait in the program, the works of the awaited messages, or None.
+            batches: For each wait in the program, the Work objects for the awaited messages, or None.
         """
 
 
@@ -73,21 +73,21 @@ class Walk:
     def run(self) -> list[Tensor]:
         """Execute all instructions, and return the call's results.
 
-        Only real ranks can call this method, because waits block. An error reports its location in the program: the
+        Only real ranks can call this method, because waits block. Errors report their location in the program: the
         step, the steps before and after it, and the ranks involved.
         """
         device_type, count = self.call.device.type, len(self.program.code)
         self.observers = [x for x in self.observers if x.begin(self)]
         autocast, results = torch.is_autocast_enabled(device_type), None
         try:
-            # no autocast: dtypes are already chosen, and sums stay in fp32
+            # disable autocast, since dtypes are already chosen and sums must stay in fp32
             with torch.autocast(device_type, enabled=False) if autocast else contextlib.nullcontext():
                 while self.at < count:
                     self.advance()
                 results = self.call.results()
                 return results
         except Exception as error:
-            place = self.program.where(min(self.at, count - 1))  # the error may come after the last instruction
+            place = self.program.where(min(self.at, count - 1))  # the error may occur after the last instruction
             if isinstance(error, CommunicationError):
                 raise CommunicationError(f"CP rank {self.program.rank}, {error}\n{place}") from error
             error.add_note(place)
@@ -205,7 +205,7 @@ class Walk:
         self.work.product(q, kv, instruction.q_slot, launches, results)
 
     def accumulator(self, unit: Unit, slot: int) -> Accumulator:
-        """Return the accumulator of a unit. If the accumulator must be in accum_dtype, it uses the slot's memory."""
+        """Return a unit's accumulator. If the accumulator must be in accum_dtype, it uses the slot's memory."""
         if unit not in self.results:
             buffers = self.buffers
             self.results[unit] = self.work.accumulator(unit[0], lambda: buffers.tensors(slot, unit))
@@ -230,8 +230,8 @@ class Walk:
     def scatter_start(self, instruction: op.ScatterStart) -> None:
         """Start an all-to-all of partial results, which the receivers merge.
 
-        The all-to-all transfers as many bytes as a reduce-scatter, but lets receivers use our own reduction. The local
-        partial result is not sent, so it is not rounded to comm_dtype.
+        The all-to-all transfers as many bytes as a reduce-scatter, but allows receivers to use our own reduction. The
+        local partial result is not sent, so it is not rounded to comm_dtype.
         """
         reduce, kind, rank = instruction.collective, instruction.collective.kind, self.program.rank
         blocks, local_key = reduce.blocks, reduce.key_of(rank)

@@ -1,1 +1,1 @@
-"""DeepSpeed's compiled op and its shared memory, on ranks of one CPU host."""
+"""Support for DeepSpeed's compiled op and the op's shared memory on a single CPU host."""

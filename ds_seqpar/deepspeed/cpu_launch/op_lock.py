@@ -1,8 +1,8 @@
-"""DeepSpeed's shared-memory collective, a C++ op, and the lock file that guards its compilation.
+"""Compile DeepSpeed's shared-memory collective, a C++ op, and handle the lock file that guards the compilation.
 
 On a machine without GPUs, DeepSpeed's processes use the op for all-reduce. DeepSpeed compiles the op on first use. If
-several processes start together, one of them compiles, and the others wait until the lock file is removed. If the
-compiling process is interrupted, the lock file remains, and every later start would wait forever without a message. To
+several processes start together, one process compiles, and all other processes wait until the lock file is removed. If
+the compiling process is interrupted, the lock file remains, and every later start would hang without a message. To
 prevent such a hang, the lock file is checked before DeepSpeed starts.
 
 Compiled ops are stored in the Python environment for which they were compiled, regardless of the launcher.
@@ -26,7 +26,7 @@ NEW_LOCK = 2.0  # seconds; the owner of a newer lock file may not have opened it
 
 
 def _use_environment() -> None:
-    """Make torch compile ops into the Python environment's folder if the folder is writable.
+    """Make torch store compiled ops in the Python environment's folder if the folder is writable.
 
     torch's default folder is in the user's home directory, where other environments would overwrite the compiled ops.
     """
@@ -35,11 +35,11 @@ def _use_environment() -> None:
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
 
 
-_use_environment()  # on import, since TrainingArguments and Accelerators start DeepSpeed before a model exists
+_use_environment()  # called on import, since TrainingArguments and Accelerators start DeepSpeed before a model exists
 
 
 def compile_op() -> bool:
-    """Compile the op unless already compiled. Return whether DeepSpeed uses the op on this machine."""
+    """Compile the op unless it is already compiled. Return whether DeepSpeed uses the op on this machine."""
     prepare_start()
     from ...base import compat
 
@@ -66,10 +66,10 @@ def telling_time(what: str, every: float = 10.0) -> Iterator[None]:
 
 
 def prepare_start() -> None:
-    """Prepare a rank for the start of DeepSpeed: wait while another process compiles the op.
+    """Prepare a rank for DeepSpeed's start by waiting while another process compiles the op.
 
-    The first rank of a machine also removes shared memory files of earlier runs, and prints a message if the op must be
-    compiled.
+    The first rank on a machine also removes shared memory files from earlier runs, and prints a message if the op must
+    be compiled.
     """
     wait_for_compiler()
     if (lock := lock_file()) is not None and _is_first_of_machine():
@@ -85,11 +85,11 @@ def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None 
     """Wait until no other process compiles the op. Return at once if DeepSpeed has already started and loaded the op.
 
     A lock file that no process has open is removed. Open files can be detected only on Linux, and not on every shared
-    file system. In other cases, the message names the file to remove, and waiting continues.
+    file system. If open files cannot be detected, a message names the file to remove, and the function keeps waiting.
 
     Args:
-        patience: Seconds until a message, printed once, describes the reason for waiting.
-        say: Receives a message; default: log once per node.
+        patience: Seconds after which one message explains the reason for waiting.
+        say: A function that receives messages. By default, messages are logged once per node.
     """
     from deepspeed import comm
 
@@ -108,7 +108,7 @@ def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None 
 
 
 def lock_file() -> Path | None:
-    """Return the path of the lock file that exists during compilation; None if DeepSpeed compiles no op."""
+    """Return the path of the lock file that exists during compilation, or None if DeepSpeed does not compile the op."""
     from deepspeed.accelerator import get_accelerator
 
     from ...base import compat

@@ -1,9 +1,11 @@
-"""The shared memory of DeepSpeed's CPU op: one file of 66 MiB per rank, which DeepSpeed creates and never removes.
+"""Free the shared memory of DeepSpeed's CPU op.
+
+DeepSpeed creates one file of 66 MiB per rank, and never removes the files.
 
 DeepSpeed creates the files if its launcher starts all ranks on one machine without GPUs. Each rank maps the files of
-all ranks. `unname` removes the file names after every rank has mapped the files; the memory is freed when the last rank
-exits, for whatever reason. `remove_left_behind` removes the files of runs that exited before `unname` or never called
-it, such as DeepSpeed runs without this package.
+all ranks. `unname` removes the file names after every rank has mapped the files. The memory is then freed when the last
+rank exits, even after a crash. `remove_left_behind` removes the files of runs that exited before `unname` or never
+called it, such as DeepSpeed runs without this package.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")  # where the C library's shm_open creates files
-# as in deepspeed/ops/csrc/cpu/comm/shm.cpp: user, address and port of the first rank, rank
+# as in deepspeed/ops/csrc/cpu/comm/shm.cpp: user, the first rank's address and port, rank
 NAME = "deepspeed_allreduce_buffer_{user}_{address}_{port}_{rank}"
 
 
 def remove_left_behind(say: Callable[[str], None]) -> None:
     """Remove this user's shared memory files that no process has open, and report their number and size.
 
-    Files with the names of this run are kept, since its ranks may already be starting and reuse them.
+    Files with this run's names are kept, since this run's ranks may already be starting and may reuse the files.
 
     Args:
-        say: Receives a message.
+        say: A function that receives a message.
     """
     if not FOLDER.exists():  # not Linux
         return
@@ -41,10 +43,9 @@ def remove_left_behind(say: Callable[[str], None]) -> None:
 
 
 def unname() -> None:
-    """Remove the names of the files that this process has mapped. Call `unname` only after all ranks have mapped the
-    files.
+    """Remove the names of the files that this process has mapped.
 
-    On systems other than Linux, nothing is removed.
+    Call `unname` only after all ranks have mapped the files. On systems other than Linux, no file names are removed.
     """
     if sys.platform != "linux":
         return
@@ -65,14 +66,15 @@ def _matching(files: Iterable[Path]) -> list[Path]:
 
 
 def remove_unheld(file: Path) -> int | None:
-    """Remove this user's file unless a process has the file open or mapped. Return the size of the removed file in
-    bytes, or None.
+    """Remove a file of this user unless a process has the file open or mapped.
+
+    Return the size of the removed file in bytes, or None.
 
     On systems other than Linux, the file is kept.
 
     The kernel grants a write lease only on a file that no other process has open, including processes of other users
-    and containers. If another process opens the file during the lease, that process waits, and this process receives a
-    signal, which would terminate it by default.
+    and containers. If another process opens the file during the lease, the other process waits. The process with the
+    lease then receives a signal, which would terminate the process by default.
     """
     if sys.platform != "linux":
         return None
@@ -92,7 +94,7 @@ def remove_unheld(file: Path) -> int | None:
             return None
         file.unlink()
         return status.st_blocks * 512
-    except OSError:  # another process holds it, or it is gone
+    except OSError:  # another process has the file open, or the file is gone
         return None
     finally:
         os.close(descriptor)

@@ -1,1 +1,1 @@
-"""Atomic checkpoints, from which a run with a different world size can resume."""
+"""Atomic checkpoints from which runs with a different world size can resume."""

@@ -25,10 +25,10 @@ from ...base import compat
 from ...base.errors import ConfigError, SeqParError
 from ...guards.agreement import assert_ranks_agree
 
-UNFINISHED, FORMER = ".unfinished", ".former"  # folders for new and replaced checkpoints during a save
-RANK = re.compile(r"(?:pp_rank|rng_state|parallel_rank)_(\d+)")  # matches the names of files that belong to one rank
+UNFINISHED, FORMER = ".unfinished", ".former"  # suffixes of the folders for new and replaced checkpoints during a save
+RANK = re.compile(r"(?:pp_rank|rng_state|parallel_rank)_(\d+)")  # matches names of files that belong to one rank
 ARCHIVES = (".pt", ".pth")
-TRIAL = 1 << 20  # bytes of a test write that reveals why earlier writes failed
+TRIAL = 1 << 20  # size in bytes of a test write that reveals why earlier writes failed
 
 
 class AtomicCheckpoint:
@@ -37,7 +37,7 @@ class AtomicCheckpoint:
     Attributes:
         path: The folder to write to, which later becomes `folder / name`.
         error: The error of this rank's write, if any.
-        needed: Number of bytes that this rank could not write; 0 if unknown.
+        needed: The number of bytes that this rank could not write, or 0 if unknown.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -47,7 +47,7 @@ class AtomicCheckpoint:
 
     @contextlib.contextmanager
     def keeping_errors(self, *written: Any) -> Iterator[None]:
-        """Context manager that stores an exception for later, because other ranks continue and wait for this rank.
+        """Context manager that stores an exception for later, because all other ranks continue and wait for this rank.
 
         Args:
             *written: The tensors being written, or objects that contain tensors.
@@ -86,9 +86,9 @@ class AtomicCheckpoint:
                 raise OSError(f"{path.name} is not complete")
 
     def publish(self, latest: bool) -> None:
-        """Turn the folder into a checkpoint; with `latest`, into the checkpoint that DeepSpeed loads by default."""
+        """Turn the folder into a checkpoint. With `latest`, DeepSpeed loads this checkpoint by default."""
         target, former = self.folder / self.name, self.folder / FORMER / self.name
-        if target.exists():  # a rename cannot replace a folder; `recover` restores this one if needed
+        if target.exists():  # a rename cannot replace a folder, but `recover` restores the old folder if needed
             former.parent.mkdir(exist_ok=True)
             target.rename(former)
         _sync(self.path)
@@ -102,17 +102,19 @@ class AtomicCheckpoint:
 def atomic_checkpoint(
     group: dist.ProcessGroup, folder: Path, name: str, leads: bool, latest: bool = False
 ) -> Iterator[AtomicCheckpoint]:
-    """Context manager in which ranks write a checkpoint, which becomes visible on exit. Collective over all ranks.
+    """Context manager in which ranks write a checkpoint, which becomes visible on exit.
+
+    The call is collective across all ranks.
 
     Args:
         group: The group of all ranks.
         folder: The folder that contains checkpoints.
         name: The name of the checkpoint in `folder`.
-        leads: Whether this rank renames folders; true for one rank per file system.
-        latest: Whether DeepSpeed should load the checkpoint by default from now on.
+        leads: Whether this rank renames folders, which is true for one rank per file system.
+        latest: Whether DeepSpeed loads this checkpoint by default from then on.
 
     Raises:
-        ConfigError: A rank could not write; nothing has changed. Raised on every rank.
+        ConfigError: A rank could not write. Earlier checkpoints are unchanged. Raised on every rank.
     """
     checkpoint = AtomicCheckpoint(folder, name)
     with checkpoint.keeping_errors():
@@ -149,7 +151,8 @@ def _agree(group: dist.ProcessGroup, checkpoint: AtomicCheckpoint) -> None:
 def recover(folder: Path, remove: bool = True) -> None:
     """Restore checkpoints that a killed save was about to replace, and remove the killed save's files.
 
-    Only the run that saves to a folder may remove files there, since other runs may read the folder during a save.
+    Only the run that saves to a folder may remove files there, since another run may be reading the folder during a
+    save.
     """
     for former in sorted((folder / FORMER).glob("*")):
         if not (folder / former.name).exists():
@@ -168,10 +171,10 @@ def _write_at_once(path: Path, text: str) -> None:
 
 
 def _why_nothing_can_be_written(folder: Path) -> str:
-    """Return why files cannot be written to a folder, such as "No space left on device"; "" if they can.
+    """Return the reason why files cannot be written to a folder, such as "No space left on device", or "" if they can.
 
-    torch, safetensors and numpy hide the reason: on a full disk, they report an unexpected position or a failed stream.
-    Partially written files still occupy the space, so a test write fails for the same reason.
+    torch, safetensors and numpy hide the reason. On a full disk, these libraries report an unexpected position or a
+    failed stream. Partially written files still occupy the disk, so a test write fails for the same reason.
     """
     if folder.is_dir():
         try:
@@ -195,7 +198,7 @@ def _sync(path: Path) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file is complete. A zip archive, such as those of torch.save, ends with its directory."""
+    """Return whether a file is complete. A complete zip archive, as written by torch.save, ends with its directory."""
     if path.suffix in ARCHIVES:
         return path.is_file() and zipfile.is_zipfile(path)
     try:

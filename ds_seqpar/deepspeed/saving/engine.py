@@ -1,4 +1,4 @@
-"""Save a DeepSpeed engine's checkpoints atomically, and load them into the same run or a changed run."""
+"""Save a DeepSpeed engine's checkpoints atomically, and load them in the same run or in a run with other settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..hooks import CHECKPOINTS, WRITING, hooks_of
 from .atomic import AtomicCheckpoint, atomic_checkpoint, recover
 from .resuming import UNIVERSAL, EngineReport, LoadingRun, convert, inspect_engine, report_of_all, restore_missing_state
 
-PROGRESS = 5.0  # seconds between checks whether a conversion has finished
+PROGRESS = 5.0  # seconds between checks for whether a conversion has finished
 
 # arguments of DeepSpeed's load_checkpoint, by position
 OPTIONS = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only",
@@ -36,11 +36,11 @@ class EngineCheckpoints:
 
     Args:
         engine: DeepSpeed's engine. Wrapping the same engine again has no effect.
-        sp: The SequenceParallel that the engine trains with.
+        sp: The SequenceParallel with which the engine trains.
         of_loop: Whether to also save the state of the training loop, as for `initialize`.
 
     Raises:
-        ConfigError: The configuration requests a writer that still writes after its call has returned.
+        ConfigError: The configuration requests a checkpoint writer that keeps writing after its call has returned.
     """
 
     def __init__(self, engine: Any, sp: Sharding, of_loop: bool) -> None:
@@ -64,16 +64,19 @@ class EngineCheckpoints:
         *,
         loader: Loader | None = None,
     ) -> bool:
-        """Save a checkpoint, which becomes visible when all ranks have written their files. Collective over all ranks.
+        """Save a checkpoint that becomes visible when all ranks have written their files.
+
+        The call is collective across all ranks.
 
         Args:
             save: DeepSpeed's method.
             save_dir: The folder that contains checkpoints.
-            tag: The checkpoint's name; default: `global_step` followed by the number of optimizer steps.
+            tag: The checkpoint's name. The default is `global_step` followed by the number of optimizer steps.
             client_state: A dict that `load_checkpoint` returns.
-            save_latest: Whether `load_checkpoint` loads this checkpoint by default from now on.
-            exclude_frozen_parameters: Whether to leave out frozen parameters.
-            loader: A loader from `sp.loader`, to save its position; default: the loader of `training_data`.
+            save_latest: Whether `load_checkpoint` loads this checkpoint by default from then on.
+            exclude_frozen_parameters: Whether to exclude frozen parameters.
+            loader: A loader from `sp.loader`, to save the loader's position. The default is the loader of
+                `training_data`.
 
         Returns:
             True.
@@ -99,7 +102,7 @@ class EngineCheckpoints:
             with _deferring(checkpoint, writer, "save"), _deferring(checkpoint, engine, scripts, str(folder)):
                 try:
                     save(str(checkpoint.path.parent), name, client_state or {}, False, exclude_frozen_parameters)
-                except Exception as reason:  # raised at once: other ranks wait in DeepSpeed's barriers
+                except Exception as reason:  # raised immediately, since other ranks are waiting in DeepSpeed's barriers
                     if is_lost(reason):
                         raise
                     raise as_seqpar_error("collecting what is saved failed", reason) from reason
@@ -115,19 +118,19 @@ class EngineCheckpoints:
         loader: Loader | None = None,
         **given: Any,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint, even one from a run with another number of ranks, SP size or ZeRO stage.
+        """Load a checkpoint, even from a run with a different number of ranks, SP size or ZeRO stage.
 
-        If optimizer states are loaded too, the run resumes: random states and the loader's position are restored.
-        Collective over all ranks.
+        If optimizer states are loaded too, the run resumes, with its random states and the loader's position restored.
+        The call is collective across all ranks.
 
         Args:
             load: DeepSpeed's method.
             load_dir: The folder that contains checkpoints.
-            tag: The checkpoint's name; default: the latest checkpoint.
+            tag: The checkpoint's name. The default is the latest checkpoint.
             *options: DeepSpeed's load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
                 and custom_load_fn.
-            loader: The loader from `sp.loader` that resumes; default: the loader of `training_data`.
-            **given: The same options by name.
+            loader: The loader from `sp.loader` that resumes. The default is the loader of `training_data`.
+            **given: The same options passed by name.
 
         Returns:
             (the loaded path, the saved `client_state`), or (None, None) if the folder has no checkpoint yet.
@@ -170,14 +173,14 @@ class EngineCheckpoints:
 
     @property
     def _leads(self) -> bool:
-        """Whether this rank creates and renames folders; true for one rank per file system."""
+        """Whether this rank creates and renames folders, which is true for one rank per file system."""
         return (self.engine.local_rank if self.engine.use_node_local_storage() else self.engine.global_rank) == 0
 
     def _loader(self, given: Loader | None) -> Loader | None:
         own = self.engine.training_dataloader
         return own if given is None and isinstance(own, Loader) else given
 
-    # ---- what a loop needs beside DeepSpeed's files
+    # ---- the state of a training loop, in addition to DeepSpeed's files
 
     def _loop_state(self, loader: Loader | None) -> dict[str, Any]:
         loader = self._loader(loader)
@@ -187,7 +190,7 @@ class EngineCheckpoints:
         return state
 
     def _read_loop_state(self, folder: Path, loader: Loader | None) -> dict[str, Any] | None:
-        """Return the loop state for this rank, or None if the checkpoint has none.
+        """Return this rank's loop state, or None if the checkpoint contains no loop state.
 
         Raises:
             ConfigError: The training loop cannot resume from the saved state.
@@ -211,11 +214,12 @@ class EngineCheckpoints:
                 "loader= to save_checkpoint and load_checkpoint"
             )
         if (state["ranks"], state.get("groups", self.sp.data_size)) != (self.ranks, self.sp.data_size):
-            rank = self.sp.data_rank * state["ranks"] // self.sp.data_size  # the same on all ranks of a sequence
+            # the same on all ranks that share a sequence
+            rank = self.sp.data_rank * state["ranks"] // self.sp.data_size
         own = torch.load(_loop_file(folder, rank), weights_only=False)
         return state | {"random": own["random"]}
 
-    # ---- looking before loading
+    # ---- checks before loading
 
     def _inspected(self, folder: Path, loader: Loader | None) -> tuple[dict[str, Any] | None, bool]:
         """Return (the loop state, whether the checkpoint must be converted).
@@ -249,9 +253,11 @@ class EngineCheckpoints:
         return states, report.converts
 
     def _convert(self, source: Path) -> None:
-        """Convert a checkpoint on the first rank, for this run and all later runs. Collective over all ranks.
+        """Convert a checkpoint on the first rank, for this run and all later runs.
 
-        The result is written inside the checkpoint's folder, since another run may be saving next to that folder.
+        The call is collective across all ranks.
+
+        The result is written inside the checkpoint's folder, since another run may be saving next to this folder.
         """
         group = self.sp.control_world
         if assert_ranks_agree(group, "conversion", None, number=int(not (source / UNIVERSAL).exists())) == 0:

@@ -1,8 +1,8 @@
-"""Check whether a run can resume from DeepSpeed's files, and convert them for another number of ranks or ZeRO stage.
+"""Check whether a run can resume from DeepSpeed's files, and convert them for another ZeRO stage or number of ranks.
 
 DeepSpeed's universal format contains complete parameters and Adam states, and can be loaded into any partition. This
-module restores everything that the format omits: the step and parameter group settings if either run uses ZeRO-3,
-buffers, and frozen parameters.
+module restores the state that the universal format omits: buffers, frozen parameters and, if either run uses ZeRO-3,
+the step and the parameter group settings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...guards.agreement import all_gather_objects
 from ..config import DeepSpeedJson, Zero
 from .atomic import is_whole
 
-UNIVERSAL = "universal"  # folder of the converted copy, inside the checkpoint's folder
+UNIVERSAL = "universal"  # name of the folder for the converted copy, inside the checkpoint's folder
 MODEL = "mp_rank_00_model_states.pt"  # suffix of files with weights
 ADAM = ("exp_avg", "exp_avg_sq")  # the optimizer states that DeepSpeed converts
 GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
@@ -39,22 +39,22 @@ class LoadingRun:
     ranks: int
     stage: int  # ZeRO stage
     dtype: str
-    universal: bool = False  # whether DeepSpeed reads its universal format, which works for any run
+    universal: bool = False  # whether DeepSpeed reads the universal format, which works for any run
 
 
 @dataclasses.dataclass(kw_only=True)
 class EngineReport:
-    """One rank's findings about the files of an engine. The text fields are "" if there is no problem."""
+    """One rank's findings about an engine's files. The text fields are "" if there is no problem."""
 
-    name: str = ""  # name of the engine's folder
-    fault: str = ""  # missing or damaged files
-    mismatch: str = ""  # reason why the checkpoint does not fit this run
-    ranks: int = 0  # ranks that wrote the checkpoint
+    name: str = ""  # the name of the engine's folder
+    fault: str = ""  # a description of missing or damaged files
+    mismatch: str = ""  # the reason why the checkpoint does not fit this run
+    ranks: int = 0  # number of ranks that wrote the checkpoint
     converts: bool = False  # whether a conversion is required
 
 
 def inspect_engine(folder: Path, run: LoadingRun, further: Iterable[Path] = ()) -> EngineReport:
-    """Report on the files that this rank would read from an engine's checkpoint.
+    """Return a report on the files that this rank would read from an engine's checkpoint.
 
     Args:
         folder: The folder of the checkpoint's tag.
@@ -68,12 +68,14 @@ def inspect_engine(folder: Path, run: LoadingRun, further: Iterable[Path] = ()) 
 
 
 def report_of_all(group: dist.ProcessGroup | None, inspect: Callable[[], EngineReport]) -> EngineReport:
-    """Combine the reports of all ranks on a checkpoint, including which ranks found a fault. Collective over the group.
+    """Combine all ranks' reports on a checkpoint, including which ranks found a fault.
+
+    The call is collective across the group.
 
     Args:
         group: The group of all ranks for CPU tensors.
-        inspect: Returns this rank's report. Any exception counts as a fault, since reading a damaged file can raise
-            anything.
+        inspect: A function that returns this rank's report. Any exception counts as a fault, since reading a damaged
+            file can raise any exception.
     """
     try:
         report = inspect()
@@ -89,9 +91,10 @@ def report_of_all(group: dist.ProcessGroup | None, inspect: Callable[[], EngineR
 
 
 def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str]:
-    """Check file by file, and yield a description of each missing or damaged file, or "" for an intact file.
+    """Check files one by one, and yield a description of each missing or damaged file, or "" for an intact file.
 
-    Also fill in the rest of the report. The caller stops at the first fault, so later checks may rely on earlier files.
+    The function also fills in the rest of the report. The caller stops at the first fault, so later checks may rely on
+    earlier files.
     """
     if run.universal:
         report.ranks = run.ranks
@@ -129,14 +132,14 @@ def _faults(folder: Path, run: LoadingRun, report: EngineReport) -> Iterator[str
 
 
 def _unconvertible(path: Path, zero: Zero) -> str:
-    """Return why DeepSpeed cannot convert a checkpoint; "" if it can."""
+    """Return the reason why DeepSpeed cannot convert a checkpoint, or "" if DeepSpeed can."""
     same = "start as many ranks, under the same ZeRO stage, as the run that wrote it"
     if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
         return f"DeepSpeed converts no checkpoint of what is offloaded to NVMe: {same}"
     optimizer = torch.load(path, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
     states = optimizer["optimizer_state_dict" if zero.stage == 3 else "base_optimizer_state"]["state"]
     found: Mapping[str, Any] = next(iter(states.values() if isinstance(states, dict) else states), {})
-    if {*ADAM, "step"} != found.keys():  # for example, amsgrad adds a state
+    if {*ADAM, "step"} != found.keys():  # for example, amsgrad adds a state tensor
         return f"DeepSpeed converts Adam's states alone, and this optimizer has {', '.join(found) or 'none'}: {same}"
     return ""
 
@@ -146,11 +149,11 @@ def fault_of(path: Path) -> str:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write an engine's checkpoint in DeepSpeed's universal format, which runs with ZeRO stage 1 or higher can read.
+    """Write an engine's checkpoint in DeepSpeed's universal format, which can be loaded with ZeRO stage 1 or higher.
 
     Args:
         source: The folder of the checkpoint's tag.
-        target: The folder to write.
+        target: The folder to create.
     """
     import deepspeed
     from deepspeed.checkpoint.ds_to_universal import main
@@ -173,7 +176,7 @@ def convert(source: Path, target: Path) -> None:
     by_stage = {"param_groups": groups, "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups}}
     known = {name: state[name] for name in GLOBAL if name in state}
     torch.save({**known, **by_stage, "ds_version": deepspeed.__version__}, zero / "optimizer_state.pt")
-    # the remaining files for loading, under the name that each stage expects
+    # the remaining files, under the name that each stage expects
     models = [target / f"zero_pp_rank_{rank}_{MODEL}" for rank in range(len([*target.glob(f"zero*{MODEL}")]))]
     models = models if nested else [target / MODEL]
     ranks = [torch.load(model, map_location="cpu", weights_only=False, mmap=True) for model in models]
@@ -189,7 +192,9 @@ def convert(source: Path, target: Path) -> None:
 
 
 def restore_missing_state(engine: Any, folder: Path) -> None:
-    """Restore state that DeepSpeed omits when an engine loads a converted checkpoint. Collective under ZeRO-3.
+    """Restore state that DeepSpeed omits when an engine loads a converted checkpoint.
+
+    Under ZeRO-3, the call is collective.
 
     Args:
         engine: DeepSpeed's engine.
@@ -200,7 +205,7 @@ def restore_missing_state(engine: Any, folder: Path) -> None:
     state = torch.load(folder / "zero" / "optimizer_state.pt", map_location="cpu", weights_only=False)
     for group, saved in zip(engine.optimizer.param_groups, state["param_groups"], strict=True):
         group.update({name: value for name, value in saved.items() if name != "params"})
-    for states in engine.optimizer.optimizer.state.values():  # replace the shared step by a copy per state
+    for states in engine.optimizer.optimizer.state.values():  # replace the shared step with one copy per state
         states["step"] = copy.deepcopy(states["step"])
     content = torch.load(folder / MODEL, map_location="cpu", weights_only=False)["module"]
     targets = {name: x for name, x in engine.module.named_parameters() if not x.requires_grad}

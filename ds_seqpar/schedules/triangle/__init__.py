@@ -1,7 +1,8 @@
-"""Triangle schedule for causal attention, in which a rank receives only data for its tile of the causal triangle.
+"""Triangle schedule for causal attention, in which each rank receives only the data for its tile of the causal
+triangle.
 
-docs/choosing_settings.md derives the schedule with diagrams: the owner of each chunk, why every product is computed
-exactly once, and the number of bytes.
+docs/choosing_settings.md derives the schedule with diagrams, and shows which rank owns each chunk, why every product is
+computed exactly once, and how many bytes are sent.
 """
 
 from __future__ import annotations
@@ -23,21 +24,22 @@ from .tiling import Stop, Tiling, pair_of, tiling
 def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
     """Return the steps of the triangle schedule, in which each rank computes one tile of the causal triangle.
 
-    Rank (i, j), with j < i < T, computes q of sequence block i with k/v of block j, where each block has T - 1 chunks.
-    On the diagonal, the rank computes products that cost no bytes. In block i, the rank computes all early queries that
-    see its own early k/v chunk. In block j, the rank computes all k/v that its own late query chunk sees. Every rank
-    has T (T - 1) products of chunks; half-visible products count half. With R strips per block, a rank's tile consists
-    of one strip of q and a whole block of k/v; see `Tiling`.
+    Rank (i, j), with j < i < T, computes attention from q in sequence block i to k/v in block j. Each block has T - 1
+    chunks. On the diagonal, the rank computes products for which no additional bytes are sent. In block i, the rank
+    multiplies its own early k/v chunk by all early queries that see the chunk. In block j, the rank multiplies its own
+    late query chunk by all k/v that the chunk sees. Every rank computes T (T - 1) products of chunks, where
+    half-visible products count as half. With R strips per block, a rank's tile consists of one strip of q and a whole
+    block of k/v; see `Tiling`.
 
-    Chunks rotate: q around the ranks of a row in T - 2 hops, and k/v around the ranks of a column in R (T - 1) - 1
-    hops. Results are then sent to the owners of the chunks on the same routes. A hop of k/v starts in every second
-    step. A hop of q starts in the step before a hop of k/v, and hops of q are spaced so that both rotations take
-    equally long. A chunk may arrive at any time before its next hop starts, so a rank forwards q without waiting for
-    k/v, and k/v without waiting for q. Plans number chunks by owner: rank r owns chunk `2 * r`, which is late in block
-    j, and chunk `2 * r + 1`, which is early in block i.
+    Chunks of q rotate around the ranks of a row in T - 2 hops, and chunks of k/v rotate around the ranks of a column in
+    R (T - 1) - 1 hops. Results are then sent to the chunks' owners on the same routes. A hop of k/v starts in every
+    second step. A hop of q starts in the step before a hop of k/v, and hops of q are spaced so that both rotations take
+    the same time. A chunk may arrive at any time before its next hop starts, so a rank forwards q without waiting for
+    k/v, and k/v without waiting for q. In plans, chunks are numbered by owner. Rank r owns chunk `2 * r`, which is late
+    in block j, and chunk `2 * r + 1`, which is early in block i.
 
     Raises:
-        ConfigError: If a query sees a later chunk, or if moving_side is "q" (both sides move in this schedule).
+        ConfigError: A query sees a later chunk, or `moving_side` is "q" (in this schedule, both sides move).
     """
     if moving_side != "kv":
         raise ConfigError('triangle moves k/v and queries by itself; got traveling q, use "kv" or "auto"')
@@ -54,7 +56,7 @@ def triangle(topology: Topology, block_mask: BlockMask, direction: str, moving_s
 
 
 def can_compute(q: int, kv: int) -> bool:
-    """Return whether a k/v chunk is at or before the place of a query chunk.
+    """Return whether a k/v chunk's place in the sequence is at or before the place of a query chunk.
 
     Without strips, the places of chunks depend only on their numbers.
     """
@@ -69,15 +71,15 @@ def _is_causal(tiles: Tiling, q: int, kv: int) -> bool:
 class _Triangle(Counted):
     def __init__(self, tiles: Tiling, block_mask: BlockMask, direction: str) -> None:
         self.tiles, self.block_mask, self.direction = tiles, block_mask, direction
-        self.hops = {side: tiles.length(side) - 1 for side in ("q", "kv")}  # number of hops of a rotating chunk
-        self.turn = self.comes("kv", self.hops["kv"])  # first step that sends results
+        self.hops = {side: tiles.length(side) - 1 for side in ("q", "kv")}  # number of hops that a rotating chunk makes
+        self.turn = self.comes("kv", self.hops["kv"])  # first step in which results are sent
         self.steps = max(1, self.turn + 2 * self.hops["kv"])
         self.products = functools.cache(self._products)
         self.rounds = functools.cache(self._rounds)
         self.reads = functools.cache(self._reads)
 
     def _products(self, rank: int) -> list[tuple[int, int]]:
-        """Return the (q chunk, k/v chunk) pairs that a rank computes: its tile and its share of the diagonal."""
+        """Return the (q chunk, k/v chunk) pairs that a rank computes, in its tile and in its share of the diagonal."""
         i, _, j = self.tiles.tile(rank)
         row, column = self.tiles.members("q", self.groups(rank, "q")[0]), self.tiles.members("kv", j)
         late = column.index(2 * rank)
@@ -95,7 +97,7 @@ class _Triangle(Counted):
     def groups(self, rank: int, side: str) -> list[int]:
         """Return the strips (side q) or blocks (side kv) from which a rank owns or receives a chunk.
 
-        The strip of the rank's row, or the rank's own block, comes first; the other strips or blocks follow in
+        The strip of the rank's row, or the rank's own block, comes first. The other strips or blocks follow in
         descending order. Any two ranks therefore list their common groups in the same order.
         """
         i, strip, j = self.tiles.tile(rank)
@@ -106,10 +108,10 @@ class _Triangle(Counted):
         return [i * self.tiles.strips + strip, *sorted({late, *lent}, reverse=True)]
 
     def visits(self, side: str, number: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Yield every rotating chunk of a group, with the (rank, distance in hops) of each reader.
+        """Yield every rotating chunk of a group, with (rank, distance in hops) for each reader.
 
-        Readers are the members that read the chunk, without the owner of the chunk. Chunks that ranks take for the
-        staircase are yielded afterwards, in the same form.
+        Readers are the members, other than the chunk's owner, that read the chunk. Chunks that ranks take for the
+        staircase are yielded last, in the same form.
         """
         route = self.tiles.route(side, number)
         for start, (chunk, _) in enumerate(route):
@@ -121,9 +123,9 @@ class _Triangle(Counted):
     def _rounds(self, side: str, number: int) -> list[tuple[str, Move, int]]:
         """Return all moves of a group as (field of `Step`, move, step).
 
-        The owner of a chunk sends the chunk to the first member that reads it, and each reader forwards the chunk to
-        the next one. Results travel on the same route. Each member adds its own result, and the last member sends the
-        sum to the owner of the chunk.
+        The owner of a chunk sends the chunk to its first reader, and each reader forwards the chunk to the next reader.
+        Results travel on the same route. Each member adds its own result, and the last member sends the sum to the
+        chunk's owner.
         """
         rounds, kind = [], self.kind(side)
         for chunk, visits in self.visits(side, number):
@@ -138,7 +140,7 @@ class _Triangle(Counted):
         return rounds
 
     def kind(self, side: str) -> str:
-        """Return the kind of result that leaves a rank for chunks of this side, or "" if no result leaves."""
+        """Return the kind of result that a rank sends for chunks of this side, or "" if no result is sent."""
         kinds = ACCUMULATORS[self.direction]
         return kinds[0] if side == "q" else "dkv" if "dkv" in kinds else ""
 
@@ -155,8 +157,8 @@ class _Triangle(Counted):
     def timed(self, rank: int) -> list[list[tuple[int, int]]]:
         """Return a rank's products by step.
 
-        A step computes an equal share of the remaining products, and any further products whose results must leave in
-        the step. Products whose results leave earliest are computed first.
+        In each step, an equal share of the remaining products is computed, plus any further products whose results must
+        be sent in the step. Products whose results are sent earliest are computed first.
         """
         far = {side: self.away(rank, side) for side in ("q", "kv")}
         waiting = []
@@ -174,7 +176,7 @@ class _Triangle(Counted):
         return steps
 
     def away(self, rank: int, side: str) -> dict[int, int]:
-        """Return the distance in hops of each chunk that a rank receives."""
+        """Return the distance in hops for each chunk that a rank receives."""
         hops: dict[int, int] = {}
         for number in self.groups(rank, side):
             for chunk, visits in self.visits(side, number):
@@ -183,19 +185,19 @@ class _Triangle(Counted):
         return hops
 
     def starts(self, side: str, hop: int) -> int:
-        """Return the step in which a hop of a chunk starts, with hops counted from 1."""
+        """Return the step in which a chunk's hop starts. Hops are counted from 1."""
         if side == "kv":
             return 2 * hop - 1 if hop else 0
         return 2 * ((hop - 1) * self.hops["kv"] // self.hops["q"]) if hop else 0
 
     def comes(self, side: str, hops: int) -> int:
-        """Return the first step that can use a chunk from `hops` hops away."""
+        """Return the first step in which a chunk from `hops` hops away can be used."""
         return self.starts(side, hops + 1) if hops else 0
 
     def leaves(self, side: str, hops: int) -> int:
-        """Return the step that sends the results of a chunk from `hops` hops away.
+        """Return the step in which the results for a chunk from `hops` hops away are sent.
 
-        For a rank's own chunks, whose results are never sent, the last step is returned.
+        For a rank's own chunks, the last step is returned, since their results are never sent.
         """
         return self.turn + self.starts(side, hops) if hops and self.kind(side) else self.steps - 1
 
@@ -211,8 +213,8 @@ def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, f
     """Return the number of elements that each rank receives.
 
     A rank receives T - 2 chunks of q and R (T - 1) - 1 chunks of k/v. A rank also receives one result per received
-    chunk, except for results that start at the rank, and one result from the group that the rank does not belong to.
-    The elements of `Tiling.stairs` are added.
+    chunk (except for results that start at the rank), and one result from the group to which the rank does not belong.
+    The elements received for `Tiling.stairs` are added.
     """
     tiles = _tiling_of(dict(axes))
     kinds = {"q": "out"} if direction == "forward" else {"q": "dq", "kv": "dkv"}
@@ -249,7 +251,7 @@ STRIPS = {1: "pairs", 2: "pairs2", 4: "pairs4", 8: "pairs8"}  # number of strips
 
 
 def pairs(tokens: int, ranks: int, rank: int, strips: int = 1) -> Runs:
-    """Return a rank's chunk of one block and its chunk of a later block.
+    """Return a rank's two chunks, one in a block and one in a later block.
 
     The number of ranks must be `strips` times T (T - 1) / 2.
     """
@@ -274,7 +276,8 @@ def _fits(ranks: int, strips: int) -> bool:
 def resolve(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
     """Return the number of strips.
 
-    The default minimizes the number of elements that the busiest rank receives for these heads in forward and backward.
+    The default minimizes the number of elements that the busiest rank receives in the forward and backward passes with
+    these heads.
     """
     legal = [options["strips"] for options in shapes(ranks)]
     if not legal:
@@ -290,7 +293,9 @@ def resolve(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> Sch
 
 
 def _elements(ranks: int, strips: int, heads: HeadCounts) -> float:
-    """Return the elements that the busiest rank receives in forward and backward, in chunks of one head."""
+    """Return the number of elements that the busiest rank receives in the forward and backward passes, in units of one
+    chunk of one head.
+    """
     q, kv = heads[0], 2 * heads[1]
     units = {"forward": {"q": q, "kv": kv, "out": q}, "backward": {"q": 2 * q, "kv": kv, "dq": q, "dkv": kv}}
     return sum(max(received(axes(ranks, {"strips": strips}), direction, "kv", units[direction])) for direction in units)
@@ -301,7 +306,7 @@ def axes(ranks: int, options: ScheduleOptions) -> Axes:
 
 
 def by_shape(ranks: int, options: ScheduleOptions) -> Mapping[str, Any]:
-    """Return the fields that depend on the number of strips: the layout and the order of chunks."""
+    """Return the fields that depend on the number of strips, which are the layout and the order of chunks."""
     layout = STRIPS[options["strips"]]
     return {
         "layouts": (layout,),

@@ -14,7 +14,7 @@ from ...base.errors import ConfigError
 
 
 def pair_of(rank: int) -> tuple[int, int]:
-    """Return pair number `rank` of the pairs (i, j) with 0 <= j < i: (1, 0), (2, 0), (2, 1), (3, 0) ...
+    """Return pair number `rank` in the list of pairs (i, j) with 0 <= j < i: (1, 0), (2, 0), (2, 1), (3, 0) ...
 
     The first T (T - 1) / 2 pairs have i < T, so pair number T (T - 1) / 2 is (T, 0).
     """
@@ -23,28 +23,28 @@ def pair_of(rank: int) -> tuple[int, int]:
 
 
 class Stop(NamedTuple):
-    """Stop on the route of a group, where a chunk starts."""
+    """Stop on a group's route, at which a chunk starts."""
 
     chunk: int
-    rank: int | None  # member at the stop; None if the chunk's owner is outside the group
+    rank: int | None  # member at the stop; None if the chunk's owner does not belong to the group
 
 
 class Tiling:
-    """Tiles of a sequence with T blocks, R = `strips` strips per block, and T - 1 chunks per strip.
+    """Tiles for a sequence with T blocks, R = `strips` strips per block, and T - 1 chunks per strip.
 
     Each of the A = R T (T - 1) / 2 ranks owns two chunks.
 
-    Rank R (i (i - 1) / 2 + j) + p, with j < i < T, computes q of strip p of block i with k/v of block j. The rank
-    belongs to the row of strip (i, p), which is strip number R i + p, and to the column of block j. In strip (i, p),
-    the rank owns chunk j. The first i chunks of the strip are called early. In some strip of block j, the rank owns a
-    late chunk, at position j or after. Every chunk has two numbers: its `place` in the sequence and its number in the
-    plan. The number in the plan is `2 * rank` for a late chunk and `2 * rank + 1` for an early chunk.
+    Rank R (i (i - 1) / 2 + j) + p, with j < i < T, computes attention from q in strip p of block i to k/v in block j.
+    The rank belongs to the row of strip (i, p), which is strip number R i + p, and to the column of block j. In strip
+    (i, p), the rank owns chunk j. The first i chunks of the strip are called early. In some strip of block j, the rank
+    also owns a late chunk, at position j or later. Every chunk has two numbers: its `place` in the sequence and its
+    number in the plan. The number in the plan is `2 * rank` for a late chunk and `2 * rank + 1` for an early chunk.
 
-    Products inside a block belong to no tile. Products of one strip's early chunks, and products of late queries, cost
-    a row or column no bytes. The remaining products inside a block form the staircase: early queries of a strip with
-    k/v of earlier strips in the same block. A rank of the row takes some of the k/v chunks (`fetched`), as long as they
-    cost no more than about one query. The other k/v chunks are left to ranks of the block's column, which take the
-    query instead (`lent`).
+    Products inside a block belong to no tile. Products of a strip's early chunks and of late queries add no traffic in
+    the row or column. The remaining products inside a block form the staircase, which consists of a strip's early
+    queries with k/v from earlier strips in the same block. Ranks in the row take some of the k/v chunks (`fetched`), as
+    long as the chunks cost no more than about one query. The other k/v chunks are left to ranks in the block's column,
+    which take the query instead (`lent`).
     """
 
     def __init__(self, ranks: int, strips: int) -> None:
@@ -76,17 +76,17 @@ class Tiling:
         return sorted(rank for i in range(block + 1, self.blocks) for rank in self._of(i, block))
 
     def _of(self, block: int, column: int) -> range:
-        """Return the ranks of a block's rows in one column."""
+        """Return the ranks in a block's rows that belong to one column."""
         first = self.strips * (block * (block - 1) // 2 + column)
         return range(first, first + self.strips)
 
     def groups(self) -> list[tuple[str, int]]:
-        """Return the (side, number) key of every strip and block."""
+        """Return the (side, number) key for every strip and every block."""
         counts = {"q": self.blocks * self.strips, "kv": self.blocks}
         return [(side, number) for side, count in counts.items() for number in range(count)]
 
     def group(self, side: str, number: int) -> list[int]:
-        """Return the ranks of a row (side q) or a column (side kv)."""
+        """Return the ranks in a row (side q) or a column (side kv)."""
         return self.row(number) if side == "q" else self.column(number)
 
     def length(self, side: str) -> int:
@@ -99,7 +99,7 @@ class Tiling:
         return self.chunks[number * length : (number + 1) * length]
 
     def route(self, side: str, number: int) -> list[Stop]:
-        """Return a group's route, on which each chunk starts at a stop and moves on by one stop per turn.
+        """Return a group's route. Each chunk starts at a stop and moves to the next stop in every turn.
 
         Outside chunks are spread evenly between the members' chunks, so that the results of all members travel equally
         far. The route of a group without members is empty.
@@ -119,17 +119,18 @@ class Tiling:
         """Return the number of k/v chunks that the row of a strip takes from earlier strips of the block.
 
         The row takes the first chunks, at most 2, 6 or 12 per rank for 2, 4 or 8 strips. If no column can take the
-        other chunks, the row takes all chunks. A query with its result costs as much as R k/v chunks if R queries share
-        a key; a few more chunks balance the work better. Chunk n goes to rank n % i of the row.
+        other chunks, the row takes all chunks. A query and its result cost as much as R k/v chunks if R queries share a
+        key. A few more chunks balance the work better. Chunk n is sent to rank n % i of the row.
         """
         block, before = strip // self.strips, strip % self.strips * self.long
         return min(before, 3 * self.strips // 4 * 2 * block) if block < self.long else before
 
     def _left(self) -> list[int]:
-        """Lend queries, and return twice the number of chunk products of each rank on the diagonal and the staircase.
+        """Lend queries, and return twice the number of chunk products that each rank has on the diagonal and the
+        staircase.
 
-        The products of a rank's late queries are not counted. Queries with the most products are lent first, to the
-        ranks of the column with the fewest products.
+        The products of a rank's late queries are not counted. Queries with the most products are lent first. They are
+        lent to the ranks in the column that have the fewest products.
         """
         work = [0] * self.ranks
         for rank in range(self.ranks):
@@ -146,12 +147,12 @@ class Tiling:
         return work
 
     def fetches(self, rank: int) -> range:
-        """Return the k/v chunks that a rank of a row takes, numbered within the block."""
+        """Return the k/v chunks that a rank in a row takes, numbered within the block."""
         block, strip, column = self.tile(rank)
         return range(column, self.fetched(block * self.strips + strip), block)
 
     def _own(self, block: int) -> None:
-        """Set the chunks that the ranks of a column own.
+        """Set the chunks that the ranks in a column own.
 
         The rank with the least work owns the latest chunk, which sees the most keys.
         """
@@ -163,9 +164,9 @@ class Tiling:
             self.owned[rank] = block * self.length("kv") + place, early
 
     def stairs(self, side: str, number: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield each staircase chunk of a group, with the ranks outside the group's route that take the chunk.
+        """Yield each staircase chunk of a group, with the ranks outside the group's route that take it.
 
-        The ranks of a chunk are in order. A k/v chunk is taken by one rank in each row that needs the chunk.
+        A chunk's ranks are in order. Each k/v chunk is taken by one rank in each row that needs it.
         """
         chunks = self.members(side, number)
         if side == "q":
@@ -178,7 +179,7 @@ class Tiling:
                 yield chunk, [self.row(strip)[n % number] for strip in rows]
 
     def staircase(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Yield a rank's products of the staircase, as (q chunk, k/v chunk)."""
+        """Yield a rank's products on the staircase as (q chunk, k/v chunk)."""
         i, p, j = self.tile(rank)
         kv = self.members("kv", i)
         for q in self.members("q", i * self.strips + p)[:i]:
@@ -189,7 +190,7 @@ class Tiling:
             yield from ((q, chunk) for chunk in kv[self.fetched(strip) : before])
 
     def lent_to(self, rank: int) -> list[tuple[int, int]]:
-        """Return the (strip, chunk in the strip) of each query that is lent to a rank."""
+        """Return (strip, chunk in the strip) for each query that is lent to a rank."""
         return [query for query, taker in self.lent.items() if taker == rank]
 
 

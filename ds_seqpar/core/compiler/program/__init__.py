@@ -1,1 +1,1 @@
-"""The program of a rank: its steps as instructions over slots, including the Ulysses head exchanges."""
+"""A rank's program: its steps as instructions on buffers (slots), including the Ulysses head exchanges."""

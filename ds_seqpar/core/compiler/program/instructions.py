@@ -1,4 +1,4 @@
-"""The program of one rank: a flat list of instructions over numbered slots.
+"""One rank's program: a flat list of instructions on numbered slots.
 
 A program is compiled once and executed in every call. The executor, the simulator, the memory estimate and error
 messages all use the same program. A slot is a buffer that holds one unit at a time. `lower` creates the instructions
@@ -15,25 +15,27 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 from ..schedules.actions import Collective, Unit, name_of, unit_name
 from ..sharding.layout import Key
 
-# maximum length of a step's text in `Program.where`, since a step may have a product for each of many blocks
+# maximum length of a step's text in `Program.where`, since a step may compute products for many blocks
 STEP_CHARACTERS = 600
 SlotNumber = Annotated[int, "slot"]  # the index of a slot, or a result of `local_slot`
-# slot number that stands for the head chunk's input tensors, or for those of the rank's first block
+# slot number that represents the head chunk's input tensors, or the input tensors of the rank's first block
 LOCAL = -1
 
 
 def local_slot(index: int) -> int:
-    """Return the slot number that stands for block `index` of the head chunk's input tensors."""
+    """Return the slot number that represents block `index` of the head chunk's input tensors."""
     return LOCAL - index
 
 
 def is_local(slot: int) -> bool:
-    """Return whether a slot number refers to input tensors of the head chunk."""
+    """Return whether a slot number refers to the head chunk's input tensors."""
     return slot <= LOCAL
 
 
 class Transfer(NamedTuple):
-    """A message to or from CP rank `peer`: all tensors of a unit, sent from or received into one slot."""
+    """A message to or from CP rank `peer`, which contains all tensors of a unit and is sent from or received into one
+    slot.
+    """
 
     peer: int
     unit: Unit
@@ -50,7 +52,7 @@ class Pack(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start messages; the `Wait` with the same ticket completes them."""
+    """Start messages that the `Wait` with the same ticket completes."""
 
     step: int
     ticket: int
@@ -64,7 +66,7 @@ class Wait(NamedTuple):
 
 
 class GatherStart(NamedTuple):
-    """Start an all-gather of slot `sent` into slot `received`, which is filled in rank order."""
+    """Start an all-gather from slot `sent` into slot `received`, which is filled in rank order."""
 
     step: int
     ticket: int
@@ -98,11 +100,11 @@ class Product(NamedTuple):
     kv: Key
     q_slot: SlotNumber
     kv_slot: SlotNumber
-    results: tuple[tuple[Unit, int], ...]  # each unit with its slot in accum_dtype
+    results: tuple[tuple[Unit, int], ...]  # each unit and its slot in accum_dtype
 
 
 class Merge(NamedTuple):
-    """Merge a received result with the accumulator, if one exists, into slot `into`."""
+    """Merge a received result with the accumulator, if there is one, and write the result to slot `into`."""
 
     step: int
     unit: Unit
@@ -121,7 +123,9 @@ class Export(NamedTuple):
 
 
 class ScatterStart(NamedTuple):
-    """Start sending the other members their shards of an accumulator; the local shard goes to slot `local_part`."""
+    """Start sending the other members their shards of an accumulator. The local shard is written to slot
+    `local_part`.
+    """
 
     step: int
     ticket: int
@@ -154,19 +158,20 @@ class Finish(NamedTuple):
 
 
 class HeadExchange(NamedTuple):
-    """Tensors of a head chunk that Ulysses ranks exchange in one all-to-all.
+    """A head chunk's tensors that Ulysses ranks exchange in one all-to-all.
 
-    In the inward direction, each rank sends its own tokens with all heads, and receives all tokens of the CP rank with
-    a share of the heads. The outward direction is the reverse.
+    On the way in, each rank sends all heads of its own tokens and receives its share of the heads for all tokens of the
+    CP rank. On the way out, each rank sends its share of the heads for all tokens, and receives all heads of its own
+    tokens.
     """
 
     head_chunk: int
     inward: bool
-    fields: tuple[str, ...]  # names of the tensors; see `compiler.program.ulysses`
+    fields: tuple[str, ...]  # tensor names; see `compiler.program.ulysses`
 
     @property
     def kind(self) -> str:
-        """The name under which received elements are counted."""
+        """The name under which the received elements are counted."""
         if (first := self.fields[0]) in ("do", "delta", "out", "lse"):
             return f"{first}_heads"
         return "qkv" if self.inward else "dqkv"
@@ -198,15 +203,15 @@ class ExchangeStart(NamedTuple):
 
 
 class Enter(NamedTuple):
-    """Begin a head chunk, which provides the local tensors from here on."""
+    """Begin a head chunk, which provides the local tensors from then on."""
 
     step: int
     head_chunk: int
-    arrived: tuple[tuple[HeadExchange, int], ...]  # the exchanges of its operands, with receive slots
+    arrived: tuple[tuple[HeadExchange, int], ...]  # each exchange of the head chunk's operands, and its receive slot
 
 
 class Leave(NamedTuple):
-    """End a head chunk by keeping the results of its `Finish` and releasing its operands."""
+    """End a head chunk. The results of the chunk's `Finish` are kept, and the chunk's operands are released."""
 
     step: int
     head_chunk: int
@@ -298,20 +303,20 @@ def slots_of(instruction: Instruction) -> list[int]:
 
 
 class Slot(NamedTuple):
-    """A buffer of a program."""
+    """A buffer in a program."""
 
-    kind: str  # kind of the units in the slot
+    kind: str  # kind of unit in the slot
     # "operand"; "accum": an accumulator in accum_dtype; "comm": a result in comm_dtype; "sent" or "received": the
     # buffers of the head exchange `exchange`
     role: str
-    keys: tuple[Key, ...]  # blocks of each unit that uses the slot; same number of blocks each
+    keys: tuple[Key, ...]  # blocks of each unit that uses the slot; all units have the same number of blocks
     head_chunk: int = 0
     exchange: HeadExchange | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """The program of one rank, for a schedule on `size` CP ranks."""
+    """One rank's program for a schedule on `size` CP ranks."""
 
     name: str  # name of the schedule
     direction: str
@@ -324,7 +329,7 @@ class Program:
     blocks_per_rank: int = 1
 
     def where(self, at: int, around: int = 2) -> str:
-        """Describe the position of instruction number `at` for error messages.
+        """Describe the position of instruction `at` for error messages.
 
         The description contains the instruction's step, the `around` steps before and after that step, and the ranks
         that take part.

@@ -1,9 +1,9 @@
-"""Lowering: turns a rank's steps into its program.
+"""Lowering, which turns a rank's steps into a program.
 
 Lowering decides which copies to make, when to wait for each transfer, and which slots to use. `lower` first gives every
 unit its own buffer. The function `assign` then lets buffers of the same size share a slot if their lifetimes do not
-overlap. Over gloo, a message is sent only after its receiver has reported that it is ready, and the report queues
-behind the receiver's own sends. To avoid waiting, receives can be posted at the start of an earlier step.
+overlap. With gloo, a message is sent only after the receiver reports that it is ready, and the report is queued behind
+the receiver's own sends. To avoid the wait, receives can be posted at the start of an earlier step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..sharding.layout import Key, owned
 from . import instructions as op
 from .instructions import LOCAL, Instruction, Program, Slot, Transfer, is_local, local_slot, renamed, slots_of
 
-_Arrival = tuple[int, tuple[Transfer, ...]]  # a ticket, and the transfers received after its wait
+_Arrival = tuple[int, tuple[Transfer, ...]]  # a ticket, and the transfers that have arrived after its wait
 UNIT_KINDS = ("q", "kv", "out", "dq", "dkv")
 
 
@@ -24,13 +24,14 @@ def lower(
     name: str, direction: str, rank: int, size: int, steps: Steps, comm_in_accum_dtype: bool, blocks_per_rank: int = 1,
     ahead: int = 0,
 ) -> Program:  # fmt: skip
-    """Return the program of one rank.
+    """Return one rank's program.
 
     Args:
         comm_in_accum_dtype: Whether results are sent in accum_dtype. If True, a rank adds its accumulator to the
             received result in place, and sends the sum from the same buffer.
         blocks_per_rank: Number of blocks that each rank owns.
-        ahead: Number of steps by which receives are posted early; 0 posts each receive in the step of its send.
+        ahead: Number of steps by which receives are posted early. If 0, each receive is posted in the same step as its
+            send.
     """
     local = owned(rank, blocks_per_rank)
     lowering = _Lowering(direction, rank, size * blocks_per_rank, comm_in_accum_dtype, local)
@@ -50,7 +51,7 @@ def lower(
 
 
 class _Lowering:
-    """Collects the instructions of one rank step by step, with a separate buffer for every unit."""
+    """Collects one rank's instructions step by step, with a separate buffer for every unit."""
 
     def __init__(self, direction: str, rank: int, blocks: int, comm_in_accum_dtype: bool, local: Key) -> None:
         self.direction, self.rank, self.comm_in_accum_dtype = direction, rank, comm_in_accum_dtype
@@ -94,7 +95,7 @@ class _Lowering:
         self.code += [op.Wait(index, ticket) for ticket, _ in self.arriving.pop(index, [])]
 
     def receive(self, index: int, due: int, step: Step) -> None:
-        """Post the receives of step `due` in step `index`."""
+        """Post step `due`'s receives in step `index`."""
         for role, moves_of_step in (("operand", step.moves), (self.result_role, step.results)):
             for within, moves in _by_within(moves_of_step):
                 self.posted[due, role, within] = self.transfer(index, (due, role, within), [], moves)
@@ -102,10 +103,11 @@ class _Lowering:
     def transfer(
         self, index: int, group: tuple[int, str, int], sends: list[tuple[Move, int]], moves: list[Move]
     ) -> list[_Arrival]:
-        """Post the moves that are due together, except receives posted earlier, and return the arrivals to wait for.
+        """Post moves that are due in the same step, except for receives posted earlier, and return the arrivals to wait
+        for.
 
         Args:
-            group: Tuple (step of the moves, role of the receive buffers, within).
+            group: Tuple (step of the moves, role of the receive buffers, `within` of the moves).
             sends: This rank's sends among the moves, each with its buffer.
         """
         early = self.posted.pop(group, None)
@@ -114,17 +116,17 @@ class _Lowering:
         return (early or []) + ([self.post(index, sends, receives)] if sends or receives else [])
 
     def finish(self, steps: int) -> list[Instruction]:
-        """Complete the program after its last step, and return the program's code."""
+        """Complete the program after its last step, and return the list of instructions."""
         last = max(0, steps - 1)
         for due in sorted(self.merging):
             self.merge(last, due)
         local = [(kind, (block,)) for kind in ACCUMULATORS[self.direction] for block in self.local]
-        # results without any product need slots too: results of an empty block, or of keys that no query sees
+        # results without any product also need slots: results for an empty block, or for keys that no query sees
         self.code.append(op.Finish(last, tuple((unit, self.accumulator(unit)) for unit in local)))
         return self.code
 
     def message(self, index: int, unit: Unit) -> int:
-        """Return the send buffer of an operand, after packing local operands into the buffer."""
+        """Return an operand's send buffer. A local operand is first packed into the buffer."""
         if not is_local(self.operands[unit]):
             return self.operands[unit]
         if unit not in self.messages:
@@ -143,7 +145,8 @@ class _Lowering:
     def tag(self, unit: Unit) -> int:
         """Return a message tag, built from the unit's kind and first block.
 
-        Sender and receiver derive the same tag, and no other message between them uses the tag at the same time.
+        The sender and the receiver derive the same tag. No other message between the two ranks uses the tag at the same
+        time.
         """
         return UNIT_KINDS.index(unit[0]) * self.blocks + unit[1][0]
 
@@ -197,7 +200,7 @@ class _Lowering:
 
 
 def _by_within(moves: tuple[Move, ...]) -> list[tuple[int, list[Move]]]:
-    """Group moves by `within`, since moves that are due together are posted together."""
+    """Group moves by `within`, since moves that are due in the same step are posted together."""
     groups: dict[int, list[Move]] = defaultdict(list)
     for move in moves:
         groups[move.within].append(move)
@@ -210,7 +213,7 @@ Pool = tuple[str, str, int]
 
 
 def pool_of(buffer: Slot) -> Pool:
-    """Return the pool of a buffer; buffers from the same pool can share slots."""
+    """Return a buffer's pool. Buffers in the same pool can share slots."""
     return buffer.kind, buffer.role, len(buffer.keys[0])
 
 
@@ -229,7 +232,7 @@ def last_uses(code: list[Instruction]) -> dict[int, int]:
 
 
 def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
-    """Assign buffers to slots, and return the code, slots and frees of a program.
+    """Assign buffers to slots, and return a program's `code`, `slots` and `frees`.
 
     A linear scan lets buffers of the same size share a slot if their lifetimes do not overlap. The lifetime of a buffer
     extends from the first to the last instruction that uses it.

@@ -1,4 +1,6 @@
-"""The tensors of each kind of operand and result, and their sizes in bytes. This module does not import torch."""
+"""The tensors that make up each kind of operand and result, and their sizes in bytes. This module does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ class Field:
     """One tensor of a call, of shape (batch, tokens, heads, width), or (batch, tokens, heads) if width is 0."""
 
     name: str
-    side: str  # "q" or "kv": the side with the same tokens and heads
+    side: str  # side whose tokens and heads the tensor has: "q" or "kv"
     heads: int
     width: int
     dtype: str
@@ -34,15 +36,13 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The batch size, heads and dtypes of the tensors that one rank computes. Operators with other tensors extend this
-    class.
-    """
+    """The batch size, heads and dtypes of one rank's tensors. Operators with other tensors extend this class."""
 
     batch: int
     q_heads: int
     kv_heads: int
     head_dim: int
-    dtype: str  # torch's name of the dtype of q, k and v
+    dtype: str  # torch's name for the dtype of q, k and v
     comm_dtype: str  # dtype in which partial outputs and gradients are sent
 
     @property
@@ -55,7 +55,7 @@ class Shape:
         return ITEMSIZE[self.dtype]
 
     def of_heads(self, q: slice, kv: slice) -> Shape:
-        """Return the shape for the given slices of heads."""
+        """Return the shape restricted to the given slices of heads."""
         return dataclasses.replace(self, q_heads=q.stop - q.start, kv_heads=kv.stop - kv.start)
 
     @property
@@ -73,10 +73,10 @@ class Shape:
         return 0
 
     def field(self, name: str, dtype: str | None = None) -> Field:
-        """Return the tensor of a call with this name.
+        """Return the call's tensor with this name.
 
         The name is q, out, lse, delta, a key of `kv`, or "d" followed by the name of a tensor with a gradient. The
-        dtype defaults to the dtype of q; for lse and delta, the argument is ignored.
+        dtype defaults to the dtype of q. For lse and delta, `dtype` is ignored.
         """
         if name in ("lse", "delta"):
             return Field(name, "q", self.q_heads, 0, self.accum_dtype)
@@ -85,7 +85,7 @@ class Shape:
         return Field(name, *size, dtype or self.dtype)
 
     def fields(self, direction: str, kind: str, dtype: str | None = None) -> tuple[Field, ...]:
-        """Return the tensors of a unit of this kind. `dtype` is the dtype of results, by default `comm_dtype`."""
+        """Return the tensors of a unit of this kind. Results have the dtype `dtype`, which defaults to `comm_dtype`."""
         if kind in ("q", "kv"):
             names, dtype = tuple(self.kv) if kind == "kv" else ("q",), self.dtype
             names += ("do", "lse", "delta") if (direction, kind) == ("backward", "q") else ()
@@ -94,7 +94,7 @@ class Shape:
         return tuple(self.field(name, dtype or self.comm_dtype) for name in names)
 
     def bytes_per_token(self, direction: str) -> dict[str, int]:
-        """Return the bytes sent per token for each kind of unit, for the whole batch."""
+        """Return the number of bytes sent per token for each kind of unit, for the whole batch."""
         return _bytes_per_token(self, direction)
 
     def elements_per_token(self, direction: str) -> dict[str, int]:
@@ -121,7 +121,7 @@ class FieldLocation(NamedTuple):
 def locations_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[FieldLocation, ...]:
     """Return the location of each field in the buffer of a unit.
 
-    Fields with wider elements come first, so every field is aligned without padding.
+    Fields with larger elements come first, so every field is aligned without padding.
     """
     locations, at = {}, 0
     for field in sorted(fields, key=lambda f: -f.itemsize):
@@ -133,12 +133,14 @@ def locations_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[Fi
 
 
 def token_bytes(fields: Iterable[Field]) -> int:
-    """Return the total number of bytes per token of one sequence, over all fields."""
+    """Return the number of bytes that all fields together need per token of one sequence."""
     return sum(f.elements * f.itemsize for f in fields)
 
 
 def buffer_bytes(fields: tuple[Field, ...], rows: int) -> int:
-    """Return the bytes of a unit of `rows` tokens, rounded up to a multiple of 8 so that the next unit is aligned."""
+    """Return the size in bytes of a unit with `rows` tokens, rounded up to a multiple of 8 so that the next unit is
+    aligned.
+    """
     return -(-rows * token_bytes(fields) // 8) * 8
 
 
@@ -148,11 +150,11 @@ def shape_of(
     """Return the shape of one rank's tensors.
 
     Args:
-        comm_dtype: The setting; "fp32" means fp32 or wider.
-        dtype: torch's name of the dtype of q, k and v.
-        heads: Numbers (query heads, key/value heads, head_dim) of one rank.
-        kind: Class of the shape, which may be an operator's subclass of `Shape`.
-        more: Attributes of `kind` in addition to those of `Shape`.
+        comm_dtype: Value of the `comm_dtype` setting. "fp32" means fp32 or wider.
+        dtype: torch's name for the dtype of q, k and v.
+        heads: Tuple (number of query heads, number of key/value heads, head_dim) for one rank.
+        kind: `Shape`, or an operator's subclass of `Shape`.
+        more: Attributes that `kind` has in addition to the attributes of `Shape`.
     """
     accum_dtype = "float64" if dtype == "float64" else "float32"
     comm_dtype, (q, kv, dim) = {"fp32": accum_dtype, "bf16": "bfloat16"}[comm_dtype], heads

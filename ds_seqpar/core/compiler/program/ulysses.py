@@ -1,15 +1,15 @@
-"""Ulysses head exchanges and head chunks, as instructions around the programs of the CP ranks.
+"""Ulysses head exchanges and head chunks, as instructions around the CP ranks' programs.
 
 Neighboring ranks (the Ulysses ranks) exchange tokens for heads in an all-to-all (DeepSpeed Ulysses, Jacobs et al.,
-2023). Each Ulysses rank then has all tokens of its group, but only a share of the heads. A head chunk is a subset of
+2023). Each Ulysses rank then has all tokens of its group, but only its share of the heads. A head chunk is a subset of
 the heads. Computing one head chunk at a time avoids holding the inner tensors of all heads in memory at once (Untied
 Ulysses).
 
-Forward exchanges q, k and v inward, then out (and lse, if requested) outward. Backward exchanges `do` inward, plus the
-tensors that forward did not save: q, k and v again, and delta = rowsum(do * out) instead of out. Backward then
-exchanges dq, dk and dv outward.
+The forward pass exchanges q, k and v on the way in, and out (plus lse, if requested) on the way out. On the way in, the
+backward pass exchanges `do` and the tensors that the forward pass did not save: q, k and v again, and delta = rowsum(do
+* out) instead of out. On the way out, the backward pass exchanges dq, dk and dv.
 
-An operator may replace k and v by other tensors (`Shape.kv`).
+An operator may replace k and v with other tensors (`Shape.kv`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ NO_ULYSSES = UlyssesGroup()
 
 
 class SavedForBackward(enum.IntEnum):
-    """The tensors that forward saves for backward, in addition to the caller's tensors and the lse."""
+    """The tensors saved for the backward pass, in addition to the caller's tensors and the lse."""
 
     NOTHING = 0
     QKV = 1  # q, k and v after the all-to-all, so that backward need not exchange them
-    QKV_AND_OUT = 2  # also out before the second all-to-all, so that backward need not exchange delta
+    QKV_AND_OUT = 2  # also `out` before the second all-to-all, so that backward need not exchange delta
 
     @property
     def qkv(self) -> bool:
@@ -58,17 +58,17 @@ class SavedForBackward(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The heads of a call: the Ulysses group that shares the heads, and the head chunks."""
+    """A call's heads: the Ulysses group that shares the heads, and the head chunks."""
 
     ulysses: UlyssesGroup
-    head_chunks: tuple[HeadChunk, ...]  # together, all heads
+    head_chunks: tuple[HeadChunk, ...]  # together, they cover all heads
 
     @classmethod
     def of(cls, q: int, kv: int, ulysses: UlyssesGroup = NO_ULYSSES, head_chunks: int = 1) -> Heads:
         return cls(ulysses, rules.head_chunks(q, kv, head_chunks))
 
     def inner(self, head_chunk: int) -> tuple[slice, slice]:
-        """Return the query heads and key/value heads of a head chunk that this Ulysses rank computes."""
+        """Return the head chunk's query heads and key/value heads that this Ulysses rank computes."""
         return rules.heads_of_ulysses_rank(*self.head_chunks[head_chunk].counts, *self.ulysses)
 
     def of_head_chunk(self, head_chunk: int, side: str) -> slice:
@@ -77,7 +77,7 @@ class Heads:
 
 
 class ExchangeSizes(NamedTuple):
-    """The sizes of a head exchange for one Ulysses rank."""
+    """The sizes of one Ulysses rank's messages in a head exchange."""
 
     outgoing: tuple[int, ...]  # elements sent to each Ulysses rank
     incoming: tuple[int, ...]  # elements received from each Ulysses rank
@@ -94,11 +94,11 @@ class ExchangeSizes(NamedTuple):
 
 
 def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: Shards, inner: int) -> ExchangeSizes:
-    """Return the sizes of a head exchange for this Ulysses rank.
+    """Return the sizes of this Ulysses rank's messages in a head exchange.
 
     Args:
-        shape: Shape of the inner tensors of any head chunk.
-        inner: Number of the CP rank.
+        shape: Shape of the inner tensors, for any head chunk.
+        inner: The CP rank.
     """
     fields = [shape.field(name) for name in exchange.fields]
     tokens = tokens_by_ulysses_rank(shards, fields[0].side, inner, heads.ulysses.size)
@@ -113,14 +113,14 @@ def call_program(
     saved: SavedForBackward = SavedForBackward.QKV_AND_OUT, lse: bool = False, overlap: bool = False,
     kv: tuple[str, ...] = KV,
 ) -> Program:  # fmt: skip
-    """Return a call's program, which computes one head chunk after the other.
+    """Return a call's program, which computes one head chunk after another.
 
     Args:
-        inner: Inner program of each head chunk.
+        inner: Inner program for each head chunk.
         together: Whether one exchange can carry all operands.
-        lse: Whether the lse of local tokens is returned to the caller.
-        overlap: Whether to receive the operands of the next head chunk, and to send the results of the previous head
-            chunk, during the current head chunk's products. If False, the program waits for every exchange immediately.
+        lse: Whether the lse for local tokens is returned to the caller.
+        overlap: Whether to receive the next head chunk's operands and send the previous head chunk's results during the
+            current head chunk's products. If False, the program waits for every exchange immediately.
         kv: Names of the key/value tensors.
     """
     builder, direction, overlap = _CallBuilder(ulysses_size), inner[0].direction, overlap and len(inner) > 1
@@ -166,7 +166,8 @@ def inward_fields(
 
 def outward_fields(direction: str, lse: bool, kv: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Yield the names of the tensors in each outward exchange, in order."""
-    # dk and dv go first, separately from dq, to save memory: each exchange needs a send and a receive buffer
+    # dk and dv are sent first, separately from dq, to save memory, since each exchange needs a send and a receive
+    # buffer
     if direction == "backward":
         yield from [tuple(f"d{name}" for name in kv), ("dq",)]
         return
@@ -204,7 +205,7 @@ class _CallBuilder:
         return start
 
     def end(self, start: op.ExchangeStart) -> tuple[HeadExchange, int]:
-        """Wait for a head exchange, and return the exchange with its receive slot."""
+        """Wait for a head exchange, and return the exchange and its receive slot."""
         self.add(op.Wait(self.end_step(start), start.ticket), start.sent)
         return start.exchange, start.received
 
@@ -214,7 +215,9 @@ class _CallBuilder:
         self.add(op.UnpackHeads(self.end_step(start), start.exchange, start.received), start.received)
 
     def end_step(self, start: op.ExchangeStart) -> int:
-        """Return the step in which an exchange ends: its start step, or a new step if another has begun since."""
+        """Return the step in which an exchange ends: the step in which it started or, if another exchange has started
+        in the meantime, a new step.
+        """
         if start.step == len(self.words) - 1:
             return start.step
         text = f"{start.exchange.words} has been exchanged"
@@ -223,9 +226,9 @@ class _CallBuilder:
         return len(self.words) - 1
 
     def head_chunk(self, head_chunk: int, program: Program, arrived: list[tuple[HeadExchange, int]]) -> None:
-        """Add the inner program of a head chunk, with its slots, tickets and steps renumbered.
+        """Add a head chunk's inner program, with renumbered slots, tickets and steps.
 
-        `arrived` lists the exchanges of the head chunk's operands, each with its receive slot.
+        `arrived` lists the exchanges that carry the head chunk's operands, each with its receive slot.
         """
         slot_offset, step_offset, new_tickets = len(self.slots), len(self.words), {}
         self.slots += [slot._replace(head_chunk=head_chunk) for slot in program.slots]

@@ -1,9 +1,9 @@
 """The registry of schedules.
 
 Each module in this package defines one `Schedule` or a family of schedules and is imported automatically. Call
-`register` to add schedules from elsewhere, such as the add-ons in `ds_seqpar.schedules`. An add-on can also handle
-schedule names with its own prefix by adding a function to `READERS`. Everything specific to a schedule, including its
-layouts, is in its `Schedule` object; no other module mentions a schedule by name.
+`register` to add schedules from elsewhere, such as the add-ons in `ds_seqpar.schedules`. To handle schedule names with
+its own prefix, an add-on adds a function to `READERS`. Everything specific to a schedule, including its layouts, is in
+the `Schedule` object. No other module mentions a schedule by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .base import Schedule, Setting
 
 DEFAULT = "ring"  # the schedule that "auto" selects
 SCHEDULES: dict[str, Schedule] = {}
-# name prefix -> function (name, registered schedules) that returns the schedule
+# maps a name prefix to a function (name, registered schedules) that returns the schedule
 READERS: dict[str, Callable[[str, Iterable[Schedule]], Schedule]] = {}
 
 
@@ -31,7 +31,8 @@ def register(schedule: Schedule) -> None:
     Call this function on every rank before creating any configuration.
 
     Raises:
-        ConfigError: The name of the schedule or of a setting is taken, or the schedule's axes are invalid.
+        ConfigError: The name of the schedule or of one of its settings is already taken, or the schedule's axes are
+            invalid.
     """
     names = [schedule.name, *(setting.name for setting in schedule.settings)]
     known = settings()
@@ -79,7 +80,7 @@ def _read(name: str) -> Schedule:
 
 
 def settings() -> dict[str, tuple[Setting, Schedule]]:
-    """Map the name of each schedule-specific setting to the setting and its schedule."""
+    """Map the name of each schedule-specific setting to the setting and the schedule that it belongs to."""
     return {setting.name: (setting, schedule) for schedule in SCHEDULES.values() for setting in schedule.settings}
 
 

@@ -1,16 +1,16 @@
-"""The actions of a schedule as data: products of blocks, and moves of operands and results between ranks.
+"""A schedule's actions as data: products of blocks, and moves of operands and results between ranks.
 
-Block numbers follow the CP ranks that own the blocks. With one block per rank, rank p owns block p. With several blocks
-per rank, rank p owns the blocks `owned(p, blocks_per_rank)`, in order of position. A *key* is a sorted tuple of block
-numbers: one block, or several blocks gathered into one operand. Operands are "q" and "kv". In a backward plan, "q"
-stands for all tensors of a query block: q, the output's gradient, lse and delta. Accumulators are "out" in forward, and
-"dq" and "dkv" in backward.
+Blocks are numbered in the order of the CP ranks that own them. With one block per rank, rank p owns block p. With
+several blocks per rank, rank p owns the blocks `owned(p, blocks_per_rank)`, in order of position. A *key* is a sorted
+tuple of block numbers: one block, or several blocks gathered into one operand. Operands are "q" and "kv". In a backward
+plan, "q" refers to all tensors of a query block: q, the output's gradient, lse and delta. Accumulators are "out" in the
+forward pass, and "dq" and "dkv" in the backward pass.
 
 In each step, a rank gathers operands, posts its operand moves and computes products. The rank then merges the results
 that are due, posts its result moves, reduce-scatters accumulators, and waits for the operands that are due. A move is
-due `within` steps after its post. The default of `within` is 1; only optimization passes set other values. By default,
-operands are therefore transferred during the products of their own step, and results during the products of the next
-step.
+due `within` steps after it is posted. `within` defaults to 1, and only optimization passes set other values. By
+default, operands are therefore transferred while the products of the same step are computed, and results while the
+products of the next step are computed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ACCUMULATORS = {"forward": ("out",), "backward": ("dq", "dkv")}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Compute:
-    """A product on `rank`: attention of all query blocks in `q` to all key/value blocks in `kv`."""
+    """A product computed on `rank`: attention from all query blocks in `q` to all key/value blocks in `kv`."""
 
     rank: int
     q: Key
@@ -44,10 +44,10 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """A transfer from `src` to `dst`: a copy of an operand, or an accumulator to merge into the accumulator on `dst`.
+    """A transfer from `src` to `dst` of an operand, or of an accumulator to be merged into the accumulator on `dst`.
 
-    An operand posted in step s is available from step `s + within` on. A result is merged after the products of step `s
-    + within`, or at the end of the plan.
+    An operand posted in step s is available from step `s + within` onward. A result posted in step s is merged after
+    the products of step `s + within`, or at the end of the plan.
     """
 
     src: int
@@ -72,8 +72,8 @@ class Move:
 class Collective:
     """A `Gather` or `ReduceScatter` among `ranks`.
 
-    In a `Gather`, `ranks[i]` contributes the blocks of `keys[i]`; in a `ReduceScatter`, `ranks[i]` ends up with the
-    merged blocks of `keys[i]`. The property `blocks` lists the blocks of all keys.
+    In a `Gather`, `ranks[i]` contributes the blocks in `keys[i]`. In a `ReduceScatter`, `ranks[i]` ends up with the
+    merged blocks in `keys[i]`. The property `blocks` lists the blocks in all keys.
     """
 
     ranks: tuple[int, ...]
@@ -101,12 +101,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gather(Collective):
-    """A collective after which every member has the operand of all blocks."""
+    """A collective after which every member has the operand for all blocks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReduceScatter(Collective):
-    """A collective that merges the members' accumulators and leaves member i with the blocks of `keys[i]`."""
+    """A collective that merges the members' accumulators and leaves member i with the blocks in `keys[i]`."""
 
     def received(self, rank: int) -> int:
         return len(self.key_of(rank)) * (len(self.ranks) - 1)
@@ -130,7 +130,7 @@ class Step:
         yield from itertools.chain(self.gathers, self.moves, self.computes, self.results, self.reduces)
 
     def words(self, rank: int) -> str:
-        """Return the step as text that `text.parse` can read, or "-" if the rank is idle."""
+        """Return the step as text that `text.parse` can parse, or "-" if the rank is idle."""
         labels = [f"{gather.kind}{name_of(gather.blocks)}@" for gather in self.gathers]
         labels += map(str, self.computes)
         for move in (*self.moves, *self.results):
@@ -144,7 +144,7 @@ Steps = tuple[Step, ...]
 
 
 def moves_of(rank: int, moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Return the distinct moves that involve a rank, sorted the same way on all ranks."""
+    """Return the distinct moves that involve a rank, in an order that is the same on all ranks."""
     return tuple(sorted({move for move in moves if rank in move.ranks}, key=lambda m: (m.kind, m.key, m.dst)))
 
 

@@ -20,7 +20,7 @@ from .ring import Rotation, Round
 
 
 def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
-    """Return the steps of a mesh in which rank p has the coordinates x, y, z with p = x + a (y + b z).
+    """Return the steps of a mesh in which the rank with coordinates x, y, z is p = x + a (y + b z).
 
     Ranks gather q along x and k/v along y, and rotate either q or k/v along z. Results (`out` and `lse`, or gradients)
     are reduce-scattered along the axis on which the corresponding operand was gathered. If k/v rotates, the q block of
@@ -28,9 +28,9 @@ def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
 
     The shape (1, 1, A) is Ring Attention. The shape (a, b, 1) is Attention2D (Algs. 1-3; cols = a, rows = b). The shape
     (C, C, A / C^2) is WallFacer with teams of C. This implementation of WallFacer needs no initial k/v transfer,
-    because q and k/v are gathered along different axes. Collectives require blocks of equal length that every member of
-    the group reads. If blocks differ in length, or some members do not read all blocks, owners send their blocks
-    directly.
+    because q and k/v are gathered along different axes. Collectives are used only if all blocks have the same length
+    and every member of the group needs all of them. Otherwise, owners send their blocks directly to the ranks that need
+    them.
     """
     a, b, turns = (topology.size(axis) for axis in "xyz")
     plane, size = a * b, a * b * turns
@@ -52,7 +52,7 @@ def mesh(topology: Topology, block_mask: BlockMask, direction: str, moving_side:
         return Rotation(route, turns, direction, moving_side, block_mask)
     groups = [_group(route, rank, turns, moving_side) for rank in range(size)]
     reads = [_read(q, kv, block_mask) for q, kv in groups]
-    # a gather transfers all blocks of its group, so every block must be read
+    # a gather transfers all blocks of its group, so every member must read every block
     if block_mask.even and reads == [(_mask(q), kv) for q, kv in groups]:
         return Rotation(route, turns, direction, moving_side, block_mask)
     return Direct(size, direction, lambda rank: _pairs(route, rank, turns, moving_side, block_mask), reads.__getitem__)
@@ -65,7 +65,7 @@ def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tu
 
 
 def _group(route: Round, rank: int, turns: int, moving_side: str) -> tuple[Key, int]:
-    """Return the q blocks that a rank receives as a tuple, and the kv blocks that it receives as a bitmask."""
+    """Return the q blocks that a rank receives (as a tuple) and the kv blocks that it receives (as a bitmask)."""
     visitors = [route.keys(route.here(rank, t)) for t in range(turns)]
     if moving_side == "kv":
         return route.keys(rank)[0], _mask(block for _, kv in visitors for block in kv)
@@ -73,7 +73,7 @@ def _group(route: Round, rank: int, turns: int, moving_side: str) -> tuple[Key, 
 
 
 def _read(q: Key, kv: int, block_mask: BlockMask) -> tuple[int, int]:
-    """Return bitmasks of the q and kv blocks that meet at least one block of the other side."""
+    """Return bitmasks of the q blocks and kv blocks that are in at least one product."""
     rows = block_mask.rows
     return _mask([i for i in q if rows[i] & kv]), functools.reduce(operator.or_, [rows[i] & kv for i in q])
 
@@ -85,8 +85,8 @@ def _mask(blocks: Iterable[int]) -> int:
 def _pairs(route: Round, rank: int, turns: int, moving_side: str, block_mask: BlockMask) -> Sequence[Pairs]:
     """Return the rank's products, grouped by step.
 
-    Step 0 only computes the product of the rank's own blocks, while other blocks arrive. Each turn of the rotation adds
-    one step.
+    In step 0, the rank computes only the product of its own blocks while other blocks arrive. Each turn of the rotation
+    adds one step.
     """
     local_pairs = [(rank, rank)] if block_mask(rank, rank) else []
     steps: list[Pairs] = [local_pairs]
@@ -98,7 +98,8 @@ def _pairs(route: Round, rank: int, turns: int, moving_side: str, block_mask: Bl
 
 
 def sides(ranks: int, heads: HeadCounts | None) -> tuple[int, int]:
-    """Return the grid sides (a, b R) for which ranks receive the fewest elements in forward and backward combined.
+    """Return the grid sides (a, b R) for which ranks receive the fewest elements in the forward and backward passes
+    combined.
 
     Each rank receives (a - 1) 5 Hq + (b R - 1) 6 Hkv elements per token and per unit of the head dimension D.
     """
@@ -112,7 +113,7 @@ def mesh_axes(a: int, b: int, turns: int) -> Axes:
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """Return the number of elements that each rank receives from gathers and from the rotation along z."""
+    """Return the number of elements that each rank receives in gathers and in the rotation along z."""
     (_, a), (_, b), (_, turns) = axes
     queries, keys = (a, b * turns) if moving_side == "kv" else (a * turns, b)
     return blocks_received(a * b * turns, queries - 1, keys - 1, direction, units)
@@ -123,9 +124,9 @@ def shapes(ranks: int) -> list[ScheduleOptions]:
 
 
 def resolve(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Return the configured mesh, or by default Attention2D's grid with k/v rotating instead of gathered.
+    """Return the configured mesh. The default is Attention2D's grid with k/v rotated instead of gathered.
 
-    The default transfers as many elements as Attention2D and needs less memory.
+    The default mesh transfers as many elements as Attention2D and needs less memory.
     """
     cols, rows = sides(ranks, heads)
     shape = a, b, turns = fixed.get("mesh") or (cols, 1, rows)
@@ -169,7 +170,7 @@ def grids(ranks: int) -> list[ScheduleOptions]:
 def grid(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
     """Return the grid's rows and cols.
 
-    If only one of the two sides is set, the other side is derived from it. If neither side is set, the sides are chosen
+    If only one side is set, the other side is derived from it. If neither side is set, the sides are chosen
     to minimize the number of received elements.
     """
     rows, cols = fixed.get("rows"), fixed.get("cols")
@@ -211,7 +212,7 @@ def teams(ranks: int) -> list[ScheduleOptions]:
 
 
 def team_of(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Return the configured team size, or the largest that fits."""
+    """Return the configured team size, or the largest team size that fits."""
     fitting = [shape["team"] for shape in teams(ranks)]
     team = fixed.get("team") or fitting[-1]
     if team not in fitting:
@@ -243,17 +244,17 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclasses.dataclass(eq=False)
 class Direct(Counted):
-    """Steps without collectives: blocks are sent only to ranks that read them, and results are sent straight to the
+    """Steps without collectives. Blocks are sent only to the ranks that need them, and results are sent directly to the
     owner.
 
-    A mesh uses `Direct` if a mask leaves gaps in the mesh's groups, or if blocks differ in length. `Direct` never sends
-    more bytes than the collectives would.
+    A mesh uses `Direct` if some members of a group do not need all of the group's blocks, or if blocks differ in
+    length. `Direct` never sends more bytes than the collectives would.
 
     Attributes:
-        products: Function of a rank; `products(rank)[t]` lists the (q block, kv block) pairs that the rank computes in
-            step t. Step 0 contains only pairs of the rank's own blocks.
-        reads: Function of a rank; `reads(rank)` returns bitmasks of the q blocks and the kv blocks in the rank's
-            products.
+        products: Function that takes a rank. `products(rank)[t]` lists the (q block, kv block) pairs that the rank
+            computes in step t. Step 0 contains only pairs of the rank's own blocks.
+        reads: Function that takes a rank. `reads(rank)` returns bitmasks of the q blocks and the kv blocks in the
+            rank's products.
     """
 
     size: int
@@ -267,7 +268,7 @@ class Direct(Counted):
 
     @functools.cached_property
     def moves(self) -> tuple[dict[tuple[int, int], list[Move]], dict[tuple[int, int], list[Move]]]:
-        """Moves of operands and moves of results, each keyed by (rank, step)."""
+        """The operand moves and the result moves, each keyed by (rank, step)."""
         operands: dict[tuple[int, int], list[Move]] = defaultdict(list)
         results: dict[tuple[int, int], list[Move]] = defaultdict(list)
         kinds = (("out", 0),) if self.direction == "forward" else (("dq", 0), ("dkv", 1))
@@ -296,7 +297,8 @@ class Direct(Counted):
     def received(self, units: Mapping[str, float]) -> list[float]:
         """Return the number of elements that each rank receives.
 
-        A rank receives every remote block that it reads, and one result from each other rank that reads its blocks.
+        A rank receives every remote block that it needs, and one result from every other rank that uses one of its
+        blocks.
         """
         received: list[float] = [0] * self.size
         results = (units["out"], 0) if self.direction == "forward" else (units["dq"], units["dkv"])

@@ -1,4 +1,4 @@
-"""Plans: the steps of every CP rank, for files, tests, diagrams and passes that need all ranks."""
+"""Plans, which contain the steps of every CP rank. Files, tests, diagrams, and passes that need all ranks use plans."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 from .actions import Steps
 
-AROUND = 2  # number of steps that an error message shows before and after the faulty step
+AROUND = 2  # number of steps that an error message shows before and after the incorrect step
 MOST_COLUMNS = 9  # the step number and 8 ranks
-StepsOf = Callable[[int], Steps]  # rank -> its steps
+StepsOf = Callable[[int], Steps]  # function that maps a rank to its steps
 
 
 class Counted(abc.ABC):
-    """A function that returns the steps of any rank, and can count received elements without building the steps."""
+    """A function that returns a rank's steps, and can count received elements without building the steps."""
 
     @abc.abstractmethod
     def __call__(self, rank: int) -> Steps: ...
@@ -32,7 +32,8 @@ class BlockMask:
     """The pairs of q blocks and key/value blocks in which some query sees some key."""
 
     rows: tuple[int, ...]  # rows[i]: bitmask of the key/value blocks that block i's queries see
-    even: bool = True  # whether all q blocks are equally long, and all k/v blocks too (collectives require both)
+    # whether all q blocks have the same length and all k/v blocks have the same length (required by collectives)
+    even: bool = True
     tokens: tuple[int, int] = dataclasses.field(default=(1, 1), compare=False)  # ratio of q tokens to k/v tokens
 
     @functools.cached_property
@@ -56,7 +57,7 @@ class BlockMask:
 
     @property
     def plain(self) -> bool:
-        """Whether the mask is full, or equals a causal mask on contiguous blocks of equal length."""
+        """Whether the mask is full or equals a causal mask on contiguous blocks of equal length."""
         size, rows = self.size, self.rows
         if size and rows[0] == (1 << size) - 1:
             return all(row == rows[0] for row in rows)
@@ -65,7 +66,7 @@ class BlockMask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The steps of all ranks in one direction, built by a schedule for one block mask."""
+    """The steps of all ranks in one direction (forward or backward), built by a schedule for one block mask."""
 
     name: str  # name of the schedule
     direction: str  # "forward" or "backward"
@@ -89,12 +90,14 @@ class Plan:
         """Return the number of elements that each rank receives.
 
         Args:
-            units: Number of elements per block of each kind ("q", "kv", "out", ...).
+            units: Number of elements per block for each kind of block ("q", "kv", "out", ...).
         """
         return [received(steps, rank, units) for rank, steps in enumerate(self.ranks)]
 
     def table(self) -> str:
-        """Return the plan as text, in the format that `text.parse` reads: one row per step and one column per rank."""
+        """Return the plan as text in the format that `text.parse` reads, with one row per step and one column per
+        rank.
+        """
         return "\n".join([self.head, *columns(self.rows())])
 
     @property
@@ -106,12 +109,13 @@ class Plan:
         """Return the cells of the text table; `Step.words` defines the format of a cell."""
         rows = [["step", *(f"rank {rank}" for rank in range(self.size))]]
         for index in range(max(map(len, self.ranks))):
-            row = (steps[index : index + 1] for steps in self.ranks)  # an invalid plan's ranks may differ in length
+            # in an invalid plan, ranks may have different numbers of steps
+            row = (steps[index : index + 1] for steps in self.ranks)
             rows.append([str(index), *("".join(step.words(rank) for step in cell) for rank, cell in enumerate(row))])
         return rows
 
     def around(self, step: int, rank: int) -> str:
-        """Return the rows of the table around a step, with that step marked; see `marked`."""
+        """Return the rows of the table around a step, with the step marked; see `marked`."""
         return "\n".join([self.head, *marked(self.rows(), step + 1, rank)])
 
 
@@ -153,6 +157,6 @@ def columns(rows: list[list[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-# passes of add-ons: name of a setting -> function (plan, block mask, bytes per token of each kind) that returns an
-# improved plan
+# passes registered by add-ons; maps a setting's name to a function (plan, block mask, bytes per token for each kind)
+# that returns an improved plan
 PASSES: dict[str, Callable[[Plan, BlockMask, Mapping[str, float]], Plan]] = {}

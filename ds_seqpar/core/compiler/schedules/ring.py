@@ -1,4 +1,5 @@
-"""Ring schedules: the units of one side rotate, the units of the other side stay, and results follow the moving units.
+"""Ring schedules, in which the units of one side rotate, the units of the other side stay, and results follow the
+moving units.
 
 The module contains Ring Attention (Liu et al., 2023) and the two rings of BurstAttention: the ring that rotates q, and
 the double ring.
@@ -25,20 +26,21 @@ FOLLOWER = {("kv", "forward"): None, ("kv", "backward"): "dkv", ("q", "forward")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """A route around all ranks. Unit u starts on its home, rank u."""
+    """A route around all ranks. Unit u starts on rank u, its home."""
 
     size: int
     there: Callable[[int, int], int]  # (unit, t) -> the rank that holds the unit in step t
     here: Callable[[int, int], int]  # (rank, t) -> the unit that the rank holds in step t; inverse of `there`
-    keys: Callable[[int], tuple[Key, Key]]  # rank -> the rank's initial (q, kv) keys
-    gathers: Callable[[int], tuple[Gather, ...]] = lambda rank: ()  # rank -> collectives before the rotation
-    reduces: Callable[[int], tuple[ReduceScatter, ...]] = lambda rank: ()  # rank -> collectives after the rotation
+    keys: Callable[[int], tuple[Key, Key]]  # maps a rank to its initial (q, kv) keys
+    gathers: Callable[[int], tuple[Gather, ...]] = lambda rank: ()  # maps a rank to its collectives before the rotation
+    # maps a rank to its collectives after the rotation
+    reduces: Callable[[int], tuple[ReduceScatter, ...]] = lambda rank: ()
 
     def facing(self, moving_side: str) -> Round:
-        """Return the route for the moving side, given the route for k/v: queries rotate in the opposite direction.
+        """Return the route for the moving side, given the route for k/v. Queries rotate in the opposite direction.
 
-        With windows or causal documents, the ranks that read a k/v block come after its owner. The ranks whose k/v
-        blocks a query reads come before the query's owner.
+        With windows or causal documents, the ranks that read a k/v block come after the block's owner. The owner of a
+        query block reads k/v blocks from ranks that come before the owner.
         """
         return self if moving_side == "kv" else dataclasses.replace(self, there=self.here, here=self.there)
 
@@ -46,9 +48,9 @@ class Round:
 class Rotation(Counted):
     """The steps of a schedule in which units rotate along a route.
 
-    A unit stops at the last rank that needs it. Results that a unit's home rank computes stay on the home rank. Results
-    from other ranks follow the unit one hop behind, and the last visited rank sends the results home. Gathers run
-    before the first step. Reduce-scatters run after all results have arrived home.
+    A unit stops at the last rank that needs it. Results computed on a unit's home rank are not sent. Results from other
+    ranks follow the unit one hop behind, and the last rank that the unit visits sends the results to the home rank.
+    Gathers run before the first step. Reduce-scatters run after all results have arrived on their home ranks.
 
     Args:
         steps: Number of ranks that a unit visits, including its home.
@@ -63,15 +65,17 @@ class Rotation(Counted):
         seen = [functools.reduce(operator.or_, [block_mask.rows[i] for i in q], 0) for q, _ in keys]
         held = [sum([1 << j for j in kv]) for _, kv in keys]
         # bitmasks of k/v blocks. `held`: the blocks in a unit; `seen`: the blocks that a unit's queries see. A moving
-        # unit and a staying unit meet if `brings` of the one and `wants` of the other share a block.
+        # unit and a staying unit meet if `brings` for one of them and `wants` for the other share a block.
         self.brings, self.wants = (held, seen) if self.side else (seen, held)
-        # for each unit, the last step with a product, and the first such step after step 0 (the home step)
+        # for each unit, the last step with a product, and the first step after step 0 (the home step) with a product
         self.last = [next(self.visits(unit, range(steps - 1, 0, -1)), 0) for unit in range(route.size)]
         self.first = [next(self.visits(unit, range(1, last + 1)), steps) for unit, last in enumerate(self.last)]
         self.steps = max(self.last) + 1
 
     def visits(self, unit: int, steps: Iterable[int]) -> Iterator[int]:
-        """Yield the given steps in which a unit meets the block that stays on the unit's current rank."""
+        """Yield each of the given steps in which a unit is needed for a product with the block that stays on the
+        rank.
+        """
         brings, wants, there = self.brings[unit], self.wants, self.route.there
         return (t for t in steps if brings & wants[there(unit, t)])
 
@@ -114,8 +118,8 @@ class Rotation(Counted):
     def received(self, units: Mapping[str, float]) -> list[float]:
         """Return the number of elements that each rank receives.
 
-        Every hop transfers a unit to the next rank. After the first visit, each hop also transfers the unit's results,
-        and the last visited rank sends the results home.
+        Every hop transfers a unit to the next rank. After the first visit, each hop also transfers the unit's results.
+        The last rank that a unit visits sends the results to the home rank.
         """
         size, there, operand = self.route.size, self.route.there, units[self.moving_side]
         follower = units[self.follower] if self.follower else 0
@@ -134,16 +138,15 @@ class Rotation(Counted):
 
 
 def ring(topology: Topology, block_mask: BlockMask, direction: str, moving_side: str = "kv") -> Counted:
-    """Return the steps of a ring or a double ring, in which every unit of the moving side visits all ranks that need
-    it.
+    """Return the steps of a ring or a double ring. Every unit of the moving side visits all ranks that need it.
 
     In step t of a single ring, rank p holds the k/v block of rank p - t. In a double ring, a block visits the W ranks
     of one inner ring, then crosses to the next inner ring, and so on. If each inner ring is a node, only A/W - 1 of a
-    block's A - 1 hops leave a node. The final transfer of a gradient to its owner also leaves a node.
+    block's A - 1 hops cross between nodes. The final transfer of a gradient to its owner also crosses between nodes.
 
-    With `moving_side="q"`, backward follows BurstAttention (section 3.1): q, `do`, lse and delta rotate instead of k, v
-    and their gradients, so that 3 large tensors are sent instead of 4. Queries rotate in the opposite direction: in
-    step t of a single ring, rank p holds the tensors of rank p + t.
+    With `moving_side="q"`, the backward pass follows BurstAttention (section 3.1): q, `do`, lse and delta rotate
+    instead of k, v and their gradients, so 3 large tensors are sent instead of 4. Queries rotate in the opposite
+    direction: in step t of a single ring, rank p holds the tensors of rank p + t.
     """
     ring_size, rings = topology.size("ring", "inner_ring"), topology.size("outer_ring")
 
@@ -190,7 +193,7 @@ def ring_sizes_of(ranks: int) -> list[ScheduleOptions]:
 
 
 def ring_size_of(ranks: int, fixed: ScheduleOptions, heads: HeadCounts | None) -> ScheduleOptions:
-    """Return the configured ring size, or by default the divisor of `ranks` closest to its square root."""
+    """Return the configured ring size. The default is the divisor of `ranks` closest to the square root of `ranks`."""
     fitting = divisors(ranks)
     size = fixed.get("ring_size") or min(reversed(fitting), key=lambda w: abs(w * w - ranks))
     if size not in fitting:

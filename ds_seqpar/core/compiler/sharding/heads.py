@@ -1,4 +1,4 @@
-"""The assignment of attention heads to Ulysses ranks, an integer rule that every rank evaluates independently.
+"""The assignment of attention heads to Ulysses ranks, which every rank computes independently.
 
 If there are at least as many key/value heads as Ulysses ranks, each Ulysses rank gets consecutive key/value heads and
 the query heads that read them. With fewer key/value heads than Ulysses ranks, several consecutive Ulysses ranks share a
@@ -17,14 +17,14 @@ from .layout import divisors
 
 
 class HeadChunk(NamedTuple):
-    """A group of heads that are computed together."""
+    """Heads that are computed together."""
 
     q: slice
     kv: slice
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Numbers of (query heads, key/value heads)."""
+        """Tuple (number of query heads, number of key/value heads)."""
         return self.q.stop - self.q.start, self.kv.stop - self.kv.start
 
 
@@ -38,7 +38,7 @@ def head_chunks(q_heads: int, kv_heads: int, count: int) -> tuple[HeadChunk, ...
 
 
 def max_head_chunks(q_heads: int, kv_heads: int, ulysses_size: int) -> int:
-    """Return the maximum number of head chunks such that every Ulysses rank has a query head in each head chunk."""
+    """Return the maximum number of head chunks for which every Ulysses rank has a query head in each chunk."""
     group = q_heads // kv_heads
     return max(1, kv_heads // -(-ulysses_size // group))  # a head chunk has whole key/value heads
 
@@ -63,9 +63,7 @@ def heads_of_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int, ulysse
 
 
 def _even_slice(total: int, count: int, index: int) -> slice:
-    """Return slice `index` of `total` heads divided into `count` slices, the first of which may get one extra head
-    each.
-    """
+    """Return slice `index` of `total` heads split into `count` slices. The first slices may get an extra head each."""
     least, larger = total // count, total % count  # torch.compile can trace // and % symbolically, but not divmod
     start = index * least + min(index, larger)
     return slice(start, start + least + (1 if index < larger else 0))
@@ -78,14 +76,14 @@ def heads_by_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int) -> tup
 
 
 def busiest_ulysses_rank(q_heads: int, kv_heads: int, ulysses_size: int) -> int:
-    """Return a Ulysses rank with the maximum number of query heads."""
+    """Return a Ulysses rank with the largest number of query heads."""
     # The largest shares come first. If there are fewer key/value heads than Ulysses ranks, the last key/value head is
     # shared by the fewest ranks.
     return 0 if kv_heads >= ulysses_size else ulysses_size - ulysses_size // kv_heads
 
 
 def largest_share(q_heads: int, kv_heads: int, ulysses_size: int) -> tuple[int, int]:
-    """Return the numbers of query heads and key/value heads of the busiest Ulysses rank."""
+    """Return the numbers of query heads and key/value heads on the busiest Ulysses rank."""
     q, kv = heads_of_ulysses_rank(
         q_heads, kv_heads, ulysses_size, busiest_ulysses_rank(q_heads, kv_heads, ulysses_size)
     )
@@ -93,22 +91,22 @@ def largest_share(q_heads: int, kv_heads: int, ulysses_size: int) -> tuple[int, 
 
 
 def has_equal_shares(q_heads: int, kv_heads: int, ulysses_size: int) -> bool:
-    """Return whether every Ulysses rank gets the same number of heads, and every shared k/v head the same number of
-    ranks.
+    """Return whether every Ulysses rank gets the same number of heads and every shared k/v head is shared by the same
+    number of ranks.
     """
     return q_heads % ulysses_size == 0 and (kv_heads % ulysses_size == 0 or ulysses_size % kv_heads == 0)
 
 
 def legal_ulysses(size: int, q_heads: int) -> list[int]:
-    """Return the Ulysses sizes that divide `size` and leave every rank at least one query head."""
+    """Return the Ulysses sizes that divide `size` and give every rank at least one query head."""
     return [u for u in divisors(size) if u <= q_heads]
 
 
 def even_ulysses(size: int, q_heads: int, kv_heads: int, head_chunks: int = 1) -> list[int]:
     """Return, in ascending order, the Ulysses sizes that divide both `size` and the heads evenly.
 
-    Every Ulysses rank must have at least one head in each head chunk. If a Ulysses size U exceeds `kv_heads`, U /
-    kv_heads Ulysses ranks share each key/value head.
+    Every Ulysses rank must have at least one head in each head chunk. If a Ulysses size U exceeds `kv_heads`, each
+    key/value head is shared by U / kv_heads Ulysses ranks.
     """
     even = [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
     return [u for u in even if max_head_chunks(q_heads, kv_heads, u) >= head_chunks]
@@ -156,16 +154,16 @@ class EqualShares(NamedTuple):
 
 
 class HeadShares(NamedTuple):
-    """The division of heads among Ulysses ranks, for tensors that are sent together."""
+    """The division of heads among Ulysses ranks for tensors that are sent together."""
 
     totals: tuple[int, ...]  # total number of heads of each tensor
-    groups: tuple[EqualShares, ...]  # the groups of Ulysses ranks, in rank order
+    groups: tuple[EqualShares, ...]  # groups of Ulysses ranks, in rank order
     split: tuple[bool, ...]  # for each tensor, whether a shared head spans several groups
 
 
 @functools.lru_cache(maxsize=256)
 def head_shares(totals: tuple[int, ...], kv_heads: int | None, ulysses_size: int) -> HeadShares:
-    """Return the `HeadShares` of tensors with `totals` heads. `kv_heads` has the same meaning as in `tensor_share`."""
+    """Return the `HeadShares` for tensors with `totals` heads. See `tensor_share` for `kv_heads`."""
     shares = [
         tuple(tensor_share(total, kv_heads, ulysses_size, ulysses_rank) for total in totals)
         for ulysses_rank in range(ulysses_size)
@@ -204,17 +202,17 @@ class MessageLayout(NamedTuple):
 
     shares: HeadShares
     widths: tuple[int, ...]  # elements per head of each tensor
-    heads: tuple[int, ...]  # number of this Ulysses rank's heads of each tensor
+    heads: tuple[int, ...]  # number of heads of each tensor on this Ulysses rank
     batch: int
-    tokens: tuple[int, ...]  # number of tokens of each Ulysses rank
+    tokens: tuple[int, ...]  # number of tokens on each Ulysses rank
     rank: int
-    # per Ulysses rank: elements of this rank's tokens and that rank's heads, sent inward and received outward
+    # per Ulysses rank: elements for this rank's tokens and the other rank's heads, sent inward and received outward
     of_local: tuple[int, ...]
-    # per Ulysses rank: elements of that rank's tokens and this rank's heads, received inward and sent outward
+    # per Ulysses rank: elements for the other rank's tokens and this rank's heads, received inward and sent outward
     of_inner: tuple[int, ...]
 
     def sizes(self, inward: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the numbers of elements sent to each Ulysses rank and received from each Ulysses rank."""
+        """Return the number of elements sent to each Ulysses rank, and the number received from each."""
         return (self.of_local, self.of_inner) if inward else (self.of_inner, self.of_local)
 
 
@@ -223,14 +221,14 @@ def message_layout(
     totals: tuple[int, ...], widths: tuple[int, ...], kv_heads: int | None, batch: int, tokens: tuple[int, ...],
     ulysses_rank: int,
 ) -> MessageLayout:  # fmt: skip
-    """Return the `MessageLayout` of tensors that are sent together.
+    """Return the `MessageLayout` for tensors that are sent together.
 
     Args:
         totals: Number of heads of each tensor.
         widths: Elements per head of each tensor.
         kv_heads: Number of key/value heads or None, as in `tensor_share`.
         batch: Number of sequences.
-        tokens: Number of tokens of each Ulysses rank.
+        tokens: Number of tokens on each Ulysses rank.
         ulysses_rank: The Ulysses rank that sends and receives the messages.
     """
     shares = head_shares(totals, kv_heads, len(tokens))

@@ -1,4 +1,4 @@
-"""Named axes of ranks, and named layouts that assign tokens to ranks. This module works only with integers."""
+"""Named rank axes, and named layouts that assign tokens to ranks. This module works only with integers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Topology:
         return number
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
-        """Return the ranks that share all coordinates with `rank` except on the named axes, ordered by `index`."""
+        """Return the ranks whose coordinates equal those of `rank` except on the named axes, ordered by `index`."""
         coordinates = self.coordinates(rank)
         points = itertools.product(*(range(self.size(name)) for name in reversed(names)))
         return tuple(self.rank({**coordinates, **dict(zip(reversed(names), point, strict=True))}) for point in points)
@@ -99,8 +99,8 @@ def axis_order(inner: Axes, rank_order: Sequence[str] | str, presets: Mapping[st
     """Return the order of "ulysses", the CP axes and "data", fastest-varying axis first.
 
     Args:
-        rank_order: Name of a preset, or an explicit order that may omit "data".
-        presets: For each preset, the axes that it places first.
+        rank_order: Name of a preset, or an explicit order in which "data" may be omitted.
+        presets: The axes that each preset places first.
 
     Raises:
         ConfigError: `rank_order` does not name every axis exactly once.
@@ -141,7 +141,7 @@ class Run(NamedTuple):
 
 
 Runs = tuple[Run, ...]
-RunsOf = Callable[[int, int, int], Runs]  # function (tokens, ranks, rank) that returns the rank's runs
+RunsOf = Callable[[int, int, int], Runs]  # function (tokens, ranks, rank) that returns the rank's runs of tokens
 
 
 def contiguous(tokens: int, ranks: int, rank: int) -> Runs:
@@ -153,9 +153,9 @@ def contiguous(tokens: int, ranks: int, rank: int) -> Runs:
 def zigzag(tokens: int, ranks: int, rank: int) -> Runs:
     """Split the sequence into 2A chunks and assign chunks r and 2A-1-r to rank r.
 
-    Under a causal mask, all ranks then have the same amount of work in every ring step. If the number of tokens is not
-    a multiple of 2A, tokens are assigned from both ends of the sequence inward, and half of each rank's share comes
-    from the front.
+    Under a causal mask, all ranks then do the same amount of work in every ring step. If the number of tokens is not a
+    multiple of 2A, tokens are assigned from both ends of the sequence toward the middle, and half of each rank's share
+    comes from the front.
     """
     first, end = _share(tokens, ranks, rank)
     low, high = (first + 1) // 2, (end + 1) // 2
@@ -180,10 +180,10 @@ class Layout:
     """A rule for dividing a sequence among ranks."""
 
     name: str  # name in the settings
-    runs: RunsOf  # supports any number of tokens; shares differ by at most one token
-    # number of runs per rank; all runs are equally long if the sequence length is a multiple of ranks * chunks
+    runs: RunsOf  # must support any number of tokens; shares differ by at most one token
+    # number of runs per rank; all runs have the same length if the sequence length is a multiple of ranks * chunks
     chunks: int = 1
-    blocks_per_rank: int = 1  # if 1, all runs form one block; if more, each run (even an empty one) is a block
+    blocks_per_rank: int = 1  # if 1, all runs form one block; if greater, each run (even an empty one) is a block
 
 
 # Layouts for any number of ranks. "balanced" is zigzag for a sequence of one document; `balance.balanced` divides
@@ -214,12 +214,14 @@ def remove(*layouts: Layout) -> None:
 
 
 def multiple(layout: str, size: int, ulysses: int) -> int:
-    """Return the step between valid sequence lengths: `size`, or a multiple of `size` if ranks have several chunks."""
+    """Return the number by which sequence lengths must be divisible: `size`, or a multiple of `size` if ranks have
+    several chunks.
+    """
     return math.lcm(LAYOUTS[layout].chunks * size // ulysses, size)
 
 
 def join(groups: Iterable[Runs]) -> Runs:
-    """Return the runs of several blocks sorted by position, the token order of gathered blocks."""
+    """Return the runs of several blocks sorted by position, which is the token order of gathered blocks."""
     return tuple(sorted(run for runs in groups for run in runs))
 
 

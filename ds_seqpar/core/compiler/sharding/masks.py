@@ -1,4 +1,6 @@
-"""Masks: which keys each query sees, given causality, windows, a prefix, documents with parents, and blocks."""
+"""Masks, which define the keys that each query sees. A mask can combine causality, windows, a prefix, documents with
+parents, and blocks.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,9 @@ class Level(NamedTuple):
 class Mask:
     """A mask over global positions: a query at position p sees the keys in [lo(p), hi(p)).
 
-    The edges lo(p) and hi(p) never decrease with p, and every query sees its own position. If several limits are set,
-    all of them apply. Documents with parents are the only exception, since a query also sees its document's parent, the
-    parent's parent, and so on.
+    The bounds lo(p) and hi(p) never decrease as p increases, and every query sees its own position. If several limits
+    are set, all of them apply. Documents with parents are the only exception: a query also sees its document's parent,
+    the parent's parent, and so on.
 
     Args:
         causal: Whether queries see only keys up to their own position.
@@ -60,11 +62,11 @@ class Mask:
             that no document has a parent.
         prefix: Number of keys at the start of the sequence that are visible to every query (a prefix-LM). A prefix
             requires a causal mask without a window or documents.
-        blocks: Spans (first, end) of tokens that attend to each other in both directions, such as the tokens of a
-            picture. A query in [first, end) also sees the later keys of its block. Spans must be ascending, disjoint
-            and within one document. Blocks require a causal mask without a prefix.
+        blocks: Spans (first, end) of tokens that attend to each other in both directions, such as the tokens of an
+            image. A query in [first, end) also sees the later keys of its block. Spans must be ascending, disjoint and
+            within one document. Blocks require a causal mask without a prefix.
         whole_blocks: With blocks and a window, whether a query also sees keys of its own block that lie before its
-            window. Some models have whole blocks, and others limit blocks by the window.
+            window. Models differ in whether a window limits visibility within a block.
 
     Raises:
         InputError: A field has an invalid type or value, or fields are incompatible.
@@ -120,7 +122,7 @@ class Mask:
         _ = self.ancestors, self.handle, self._hash  # check the document order; cached for compiled graphs
 
     def __reduce__(self) -> tuple:
-        """Rebuild a copied or unpickled mask, because a handle is valid only in the process that created the handle."""
+        """Rebuild a copied or unpickled mask, because a handle is valid only in the process that created it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return functools.partial(Mask, **fields), ()
 
@@ -157,8 +159,8 @@ class Mask:
 
     @property
     def right(self) -> int | None:
-        """The maximum number of keys after its own position that a query sees, ignoring prefix and blocks; None if
-        unlimited.
+        """The maximum number of keys that a query sees after its own position, ignoring the prefix and blocks. None
+        means no limit.
         """
         return 0 if self.causal else self.window_right
 
@@ -198,15 +200,15 @@ class Mask:
 
     @functools.cached_property
     def _whole(self) -> Mask:
-        """The mask under which a query sees its whole block."""
+        """The mask that lets each query see its whole block."""
         return dataclasses.replace(self._inside, window=None)
 
     def parts(self, q: Triple) -> Iterator[tuple[int, Triple, tuple[int, int], Mask]]:
         """Split a run of queries into parts, each with a mask without blocks.
 
         Yields:
-            (number of the run's queries before the part, the part, range [k0, k1) of keys that the part may see, mask
-            of the part).
+            (number of the run's queries before the part, the part, range [k0, k1) of keys that the part may see, the
+            part's mask).
         """
         start, step, length = q
         last, position = start + step * (length - 1), start
@@ -232,8 +234,8 @@ class Mask:
 
     @functools.cached_property
     def ancestors(self) -> tuple[Level, ...]:
-        """Levels of documents that are fully visible to their descendants: root documents first, then their children,
-        and so on.
+        """Levels of documents that their descendants see completely: root documents first, then their children, and so
+        on.
         """
         levels: list[list[tuple[int, ...]]] = []
         path: list[int] = []  # the current document, preceded by its ancestors
@@ -255,7 +257,9 @@ class Mask:
 
     @functools.cached_property
     def origins(self) -> tuple[int, ...]:
-        """Start position of each document minus the number of earlier tokens that it sees; () without parents."""
+        """Start position of each document minus the number of earlier tokens that the document sees. The tuple is empty
+        if no document has a parent.
+        """
         origins: list[int] = []
         for start, parent in zip(self.documents, self.parents, strict=False):
             origins.append(start if parent < 0 else start - self.documents[parent + 1] + origins[parent])
@@ -269,7 +273,7 @@ class Mask:
             lengths: Number of tokens of each document, as a sequence, array or tensor of integers.
 
         Raises:
-            InputError: `lengths` is not a list of lengths, or a length is not a positive integer.
+            InputError: `lengths` is not a list of positive integers.
         """
         try:
             values = list(lengths)
@@ -308,7 +312,9 @@ def _checked_parents(parents: tuple[int, ...], documents: int) -> tuple[int, ...
 
 
 def _checked_blocks(blocks: tuple[tuple[int, int], ...], documents: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return validated blocks in the form that a mask stores; blocks of a single token are dropped as irrelevant."""
+    """Return validated blocks in the form that a mask stores. Blocks with a single token are dropped, since they have
+    no effect.
+    """
     try:
         pairs = tuple((whole_number(first), whole_number(end)) for first, end in blocks)
     except (TypeError, ValueError):
@@ -342,7 +348,7 @@ def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:
 
 
 def visibility(q_blocks: Sequence[Runs], kv_blocks: Sequence[Runs], mask: Mask) -> tuple[int, ...]:
-    """Return, for each q block, a bitmask of the kv blocks that it sees.
+    """Return a bitmask for each q block that marks the kv blocks that the q block sees.
 
     Bit j is set if any query in the block sees any key in `kv_blocks[j]`.
     """
@@ -381,7 +387,7 @@ class _Keys:
         return seen
 
     def _add(self, seen: int, run: Run, lo: int, hi: int, mask: Mask) -> int:
-        """Return `seen` plus the blocks visible to a run of queries, where (lo, hi) is the run's `_reach`."""
+        """Return `seen` plus the blocks visible to a run of queries. (lo, hi) is the run's `_reach`."""
         end = bisect_left(self.starts, hi)
         if self.plain and run.step == 1:
             return functools.reduce(operator.or_, self.bits[bisect_left(self.lasts, lo) : end], seen)
@@ -399,8 +405,8 @@ def _end(runs: Runs, mask: Mask) -> int:
 def _reach(q: Run, mask: Mask) -> tuple[int, int]:
     """Return (lo, hi): the queries of a run see positions from lo to hi - 1.
 
-    If the run has no gaps, its queries see every position in that range. Each query sees its own position, so the
-    ranges of adjacent queries leave no gap.
+    If the run has no gaps, its queries see every position in that range. Each query sees its own position, so there are
+    no gaps between the ranges of adjacent queries.
     """
     last = q.start + q.step * (q.length - 1)
     return mask.bounds(q.start)[0], mask.bounds(last)[1]
@@ -409,8 +415,8 @@ def _reach(q: Run, mask: Mask) -> tuple[int, int]:
 def _meets(q: Run, kv: Run, lo: int, hi: int, mask: Mask) -> bool:
     """Return whether any query of a run sees any key of another run.
 
-    (lo, hi) is the `_reach` of the queries. The caller ensures that the first key is before hi, and the last key not
-    before lo.
+    (lo, hi) is the `_reach` of the queries. The caller ensures that the first key is before hi and that the last key is
+    not before lo.
     """
     if kv.step > 1 and kv.start < lo:
         first = kv.start - (kv.start - lo) // kv.step * kv.step  # first key at or after lo

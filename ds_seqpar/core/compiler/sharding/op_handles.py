@@ -13,23 +13,24 @@ _numbers = itertools.count()
 
 
 def handle_of(obj: Any) -> int:
-    """Return a handle for an object, valid as long as the object is referenced elsewhere."""
+    """Return a handle for an object. The handle is valid as long as the object is referenced elsewhere."""
     handle = next(_numbers)
     _OBJECTS[handle] = obj
     return handle
 
 
 def objects_of(*handles: int) -> list[Any]:
-    """Return the objects of the given handles, so that a backward can keep them alive after the caller drops them.
+    """Return the objects for the given handles, so that a backward pass can keep the objects alive after the caller
+    drops them.
 
-    Symbolic integers (placeholders of torch.compile for changing numbers) and negative numbers are not handles and are
+    Symbolic integers (torch.compile's placeholders for changing numbers) and negative numbers are not handles and are
     skipped.
     """
     return [object_of(handle) for handle in handles if type(handle) is int and handle >= 0]
 
 
 def object_of(handle: int) -> Any:
-    """Return the object of a handle.
+    """Return the object for a handle.
 
     Raises:
         ConfigError: The object no longer exists.

@@ -26,11 +26,13 @@ class EvenShards:
 
     @property
     def even(self) -> bool:
-        """Whether all q blocks have the same number of tokens, and all k/v blocks too."""
+        """Whether all q blocks have the same number of tokens and all k/v blocks have the same number of tokens."""
         return True
 
     def runs(self, side: str, key: Key) -> Runs:
-        """Return the runs of some blocks ("q" or "kv" side) sorted by position, the token order of gathered blocks."""
+        """Return the runs of the given blocks on side "q" or "kv", sorted by position, which is the token order of
+        gathered blocks.
+        """
         return join(self._block(block) for block in key)
 
     def _block(self, block: int) -> Runs:
@@ -45,16 +47,16 @@ class EvenShards:
 class UnevenShards:
     """An explicit assignment of tokens to CP ranks, replacing the configured layout.
 
-    Tokens are given as runs (start, step, length) of global positions. The q runs of all ranks must cover every
-    position of the query sequence exactly once, and the kv runs every position of the key/value sequence. Instances are
-    hashable by value.
+    Tokens are given as runs (start, step, length) of global positions. The q runs of all ranks together must cover
+    every position of the query sequence exactly once. The kv runs of all ranks together must cover every position of
+    the key/value sequence exactly once. Instances are hashable by value.
 
     New tokens that attend only to cached keys (`SequenceParallel.cache_attention`) begin at position `q_start`. With a
-    `q_start`, the q runs cover all positions from `q_start` on, and the kv runs cover all positions from 0 on.
+    `q_start`, the q runs cover all positions starting at `q_start`, and the kv runs cover all positions starting at 0.
 
     Args:
-        q: Runs of each CP rank's queries. If `blocks_per_rank` is above 1, pass the runs of each block; rank r's blocks
-            start at index r * blocks_per_rank.
+        q: Runs of each CP rank's queries. If `blocks_per_rank` is greater than 1, pass the runs of each block; rank r's
+            blocks start at index `r * blocks_per_rank`.
         kv: Runs of each CP rank's keys and values, in the same format. Defaults to `q`.
         blocks_per_rank: Number of blocks per rank: 2 for the `pairs` layouts, otherwise 1.
         q_start: Position of the first query.
@@ -140,13 +142,13 @@ def tokens_of(shards: Shards, side: str, cp_rank: int) -> int:
 
 
 def rows_in(shards: Shards, side: str, block: int) -> slice:
-    """Return the slice of a block's tokens within the tokens of the block's owner."""
+    """Return the slice that a block occupies within the tokens of its owner."""
     before = shards.tokens(side, tuple(range(block - block % shards.blocks_per_rank, block)))
     return slice(before, before + shards.tokens(side, (block,)))
 
 
 def tokens_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size: int) -> list[int]:
-    """Return the number of tokens that each Ulysses rank of a CP rank holds."""
+    """Return the number of tokens on each Ulysses rank of a CP rank."""
     held = tokens_of(shards, side, cp_rank)
     return [
         held * (ulysses_rank + 1) // ulysses_size - held * ulysses_rank // ulysses_size
@@ -157,7 +159,7 @@ def tokens_by_ulysses_rank(shards: Shards, side: str, cp_rank: int, ulysses_size
 def runs_of_sp_rank(shards: Shards, side: str, ulysses_size: int, sp_rank: int) -> Runs:
     """Return the runs of an SP rank's tokens.
 
-    The SP ranks of a CP rank divide the CP rank's tokens, in order, into shares that differ by at most one token.
+    The CP rank's tokens are divided in order among its SP ranks, in shares that differ by at most one token.
     """
     cp_rank, ulysses_rank = divmod(sp_rank, ulysses_size)
     counts = tokens_by_ulysses_rank(shards, side, cp_rank, ulysses_size)
@@ -184,7 +186,7 @@ def check_blocks_per_rank(shards: Shards, layout: str) -> None:
 
 
 def _check_cover(side: str, blocks: Sequence[Runs], first: int = 0) -> None:
-    """Raise InputError unless the given runs of all ranks cover every position from `first` on exactly once."""
+    """Raise InputError unless the runs of all ranks cover every position starting at `first` exactly once."""
     for run in (run for block in blocks for run in block):
         if any(type(x) is not int for x in run) or run.start < 0 or run.step < 1 or run.length < 0:
             raise InputError(
@@ -208,7 +210,9 @@ def _check_cover(side: str, blocks: Sequence[Runs], first: int = 0) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def rows_of(shards: Shards, side: str, blocks: Key, subset: Key) -> tuple[slice, ...]:
-    """Return the slices of the tokens of `subset` within the tokens of `blocks`; both are sorted by position."""
+    """Return the slices that the tokens of `subset` occupy within the tokens of `blocks`. Both are sorted by
+    position.
+    """
     wanted, rows, row = set(shards.runs(side, subset)), [], 0
     for run in shards.runs(side, blocks):
         if run in wanted:

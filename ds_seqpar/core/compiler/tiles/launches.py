@@ -1,7 +1,7 @@
-"""Kernel launches from tiles: tiles that a kernel does not support are cut, and equal launches are batched.
+"""Conversion of tiles to kernel launches. Tiles that a kernel does not support are cut, and equal launches are batched.
 
-A launch is one kernel call on a tile. Tiles of kind "upper" run as causal launches with rows and columns in reverse
-order. For kernels with windows, `KernelSupport.join` joins several tiles into one launch.
+A launch is one kernel call on a tile. A tile of kind "upper" runs as a causal launch with its rows and columns in
+reverse order. For kernels that support windows, `KernelSupport.join` joins several tiles into one launch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_BLOCK_ROWS = 64
 
 
 class KernelSupport(NamedTuple):
-    """The features of a kernel beyond full and causal blocks and batches of equal blocks."""
+    """The features that a kernel supports in addition to full and causal blocks and batches of equal blocks."""
 
     # True: the kernel aligns causal blocks to the lower right corner, so causal blocks must be square. False: the
     # kernel aligns causal blocks of any shape to the upper left corner.
@@ -66,8 +66,8 @@ def _cut(tile: Tile, support: KernelSupport) -> Iterator[Tile]:
 def _blocks(tile: Tile, max_rows: int) -> Iterator[Tile]:
     """Split a band into blocks of at most `max_rows` rows with overlapping columns.
 
-    A launch computes results for the columns of each block, so overlapping columns are counted once per block. With
-    this count, a launch has at most as many columns as the tile.
+    A launch computes results for the columns of each block, so overlapping columns are counted once per block. Even
+    with this count, a launch has at most as many columns as the tile.
     """
     rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
     size = min(rows, max_rows, max(tile.width, MIN_BLOCK_ROWS)) if max_rows else rows
@@ -80,7 +80,7 @@ def _blocks(tile: Tile, max_rows: int) -> Iterator[Tile]:
 
 
 def _band(tile: Tile, first: int, rows: int, groups: int) -> Tile:
-    """Return `groups` blocks of a band, each with `rows` rows, starting at row `first` of the band."""
+    """Return `groups` blocks of a band, each with `rows` rows. The first block starts at row `first` of the band."""
     block = Tile(tile.q0 + first, tile.q0 + first + rows, tile.k0 + first, 0, "band", tile.width)
     return _repeated(block._replace(k1=block.k0 + rows + tile.width - 1), groups, rows)
 
@@ -98,8 +98,8 @@ def _squares(tile: Tile) -> Iterator[Tile]:
 def _square(q0: int, k0: int, rows: int, width: int, count: int) -> Iterator[Tile]:
     """Yield the tiles of `count` consecutive bands of equal width, each with at most as many rows as its width.
 
-    A row sees the columns of its square from the diagonal on, the columns between its square and the next, and the
-    columns of the next square up to the diagonal.
+    A row sees three sets of columns: those of its square from the diagonal onward, those between its square and the
+    next one, and those of the next square up to the diagonal.
     """
     last = k0 + width + rows - 1
     tiles = [Tile(q0, q0 + rows, k0, k0 + rows, "upper" if rows > 1 else "full")]
@@ -130,7 +130,9 @@ def _batched(cut: Iterator[Tile]) -> tuple[Tile, ...]:
 
 
 def _extended(batch: Tile, tile: Tile) -> Tile | None:
-    """Return the batch extended by a tile of the same shape, or None if the tile overlaps or is not the next one."""
+    """Return the batch extended by a tile of the same shape, or None if the tile overlaps the batch or does not
+    directly follow it.
+    """
     steps = tile.q0 - batch.q0, tile.k0 - batch.k0
     if batch.groups > 1:
         steps = batch.q_step, batch.k_step

@@ -1,12 +1,13 @@
 """The visible part of a product (query tokens by key tokens) as tiles, computed without a dense mask.
 
 Keys in ascending order of position form a chain. Each query row sees an interval [a, b) of a chain's columns. From one
-row of a query run to the next, each end of the interval either stays or moves by one column. If the query and key runs
-have different steps, an end may jump.
+row of a query run to the next, each end of the interval either stays in place or moves by one column. If the query and
+key runs have different steps, an end may jump by several columns.
 
-A piece is a range of rows in which each end either stays in all rows or moves in all rows. If both ends stay, the piece
-is a full tile; if both move, the piece is a band. If only b moves, the piece is a causal tile plus a full tile of the
-columns that all its rows see. If only a moves, the piece is an upper tile plus a full tile.
+A piece is a range of rows in which each end of the interval either stays in place in all rows or moves in all rows. If
+both ends stay in place, the piece is a full tile. If both ends move, the piece is a band. If only b moves, the piece is
+a causal tile plus a full tile of the columns that all its rows see. If only a moves, the piece is an upper tile plus a
+full tile.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Segments(NamedTuple):
     """Consecutive blocks of one launch.
 
     Block b has rows[b] query rows and columns[b] key columns; either number may be 0. In a block of m rows and n
-    columns, row i sees column j if -left <= j - i - (n - m) <= right. Distances are thus measured from the diagonal
-    that ends in the lower right corner. A limit of -1 means no limit.
+    columns, row i sees column j if -left <= j - i - (n - m) <= right. Distances are therefore measured from the
+    diagonal that ends in the lower right corner. A limit of -1 means no limit.
     """
 
     rows: tuple[int, ...]
@@ -58,7 +59,7 @@ def _sum_below(x: int) -> int:
 
 
 class Rows(NamedTuple):
-    """A set of rows or columns: `groups` groups of `size` consecutive rows each."""
+    """A set of rows or columns that consists of `groups` groups of `size` consecutive rows each."""
 
     start: int  # the first row
     size: int
@@ -66,7 +67,7 @@ class Rows(NamedTuple):
     step: int = 0  # distance between the first rows of consecutive groups
 
     def of(self, x: Any) -> Any:
-        """Return a view of a tensor (B, n, ...) that contains only the rows of this object.
+        """Return a view of a tensor (B, n, ...) that contains only these rows.
 
         The view has the shape (B, size, ...) for one group, and (B, groups, size, ...) for several groups.
         """
@@ -98,13 +99,13 @@ class Rows(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Query rows [q0, q1) against key columns [k0, k1).
+    """The product of query rows [q0, q1) and key columns [k0, k1).
 
     The kind determines which columns k0 + j are visible to row q0 + i:
 
     - full: all columns.
-    - causal: columns with j <= i. The diagonal begins in the upper left corner, so rows from i = k1 - k0 - 1 on see all
-      columns.
+    - causal: columns with j <= i. The diagonal begins in the upper left corner, so all rows starting at i = k1 - k0 - 1
+      see all columns.
     - upper: columns with j >= i. An upper tile has as many rows as columns.
     - band: columns with i <= j < i + width. A band has rows + width - 1 columns; with fewer columns, the last rows see
       fewer than `width`.
@@ -118,8 +119,8 @@ class Tile(NamedTuple):
     kind: Literal["full", "causal", "upper", "band", "segments"]
     width: int = 0  # width of a band
     groups: int = 1  # number of equal tiles
-    q_step: int = 0  # row distance between groups
-    k_step: int = 0  # column distance between groups
+    q_step: int = 0  # distance in rows between groups
+    k_step: int = 0  # distance in columns between groups
     segments: Segments | None = None
 
     @property
@@ -137,7 +138,7 @@ class Tile(NamedTuple):
         if self.segments:
             return self.groups * self.segments.pairs
         if self.kind == "band":
-            missing = rows + self.width - 1 - columns  # number of missing columns of the band
+            missing = rows + self.width - 1 - columns  # number of columns by which the band is too short
             return self.groups * (rows * self.width - missing * (missing + 1) // 2)
         if self.kind == "full":
             return self.groups * rows * columns
@@ -168,7 +169,8 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
     the order of the runs.
 
     Args:
-        square: Whether all causal tiles must be square, for kernels that align a causal mask to the lower right corner.
+        square: Whether all causal tiles must be square. Kernels that align a causal mask to the lower right corner
+            require square tiles.
     """
     if mask.full:
         tile = Tile(0, sum(run.length for run in q), 0, sum(run.length for run in kv), "full")
@@ -204,7 +206,7 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
 
 
 def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
-    """Group the key runs into chains, each with the index of its first column.
+    """Group the key runs into chains, and return each chain with the index of its first column.
 
     A new chain begins if a run starts before the previous run's next position. In a single chain, a query row could be
     the first row to see a key in each of two runs, so the edge would move by two columns.
@@ -227,7 +229,7 @@ def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
 def _append_blocks(
     pieces: list[Piece], row: int, q: Triple, column: int, chain: list[Triple], level: Level, mask: Mask
 ) -> None:
-    """Append the pieces in which a query run sees keys of a chain within the blocks of a level."""
+    """Append the pieces in which a query run sees a chain's keys within the blocks of a level."""
     (start, step, length), (key, key_step, count) = q, chain[-1]
     index = columns = 0
     ends = (start, start + step * (length - 1)), (chain[0][0], key + key_step * (count - 1))
@@ -242,7 +244,9 @@ def _append_blocks(
 
 
 def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[int, list[Triple]]:
-    """Return how many of a chain's tokens from run `index` on come before lo, and the chain's part in [lo, hi)."""
+    """Return the number of a chain's tokens before `lo`, counted from run `index` onward, and the chain's part in [lo,
+    hi).
+    """
     column = 0
     keys: list[Triple] = []
     while index < len(chain) and chain[index][0] < hi:
@@ -287,10 +291,10 @@ def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Tr
 
 
 def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int]]:
-    """Return, for each row of a run, the number of keys before the row's position plus `shift`.
+    """For each row of a run, return the number of keys before the row's position plus `shift`.
 
-    The result is a list of linear stretches (first row, count in the first row, moves), in which the count grows by
-    `moves` (0 or 1) per row. A moving stretch begins with the first row whose count exceeds the previous row's count.
+    The result is a list of linear segments (first row, count in the first row, moves), in which the count grows by
+    `moves` (0 or 1) per row. A moving segment begins with the first row whose count exceeds the previous row's count.
     """
     start, step, length = q
     start += shift
@@ -317,7 +321,7 @@ def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int
 
 
 def _put(edge: list[tuple[int, int, int]], row: int, count: int, moves: int) -> None:
-    """Append a stretch, or replace the last stretch if both begin with the same row."""
+    """Append a segment, or replace the last segment if both begin with the same row."""
     if edge[-1][0] == row:
         edge.pop()
     edge.append((row, count, moves))
@@ -340,7 +344,7 @@ def _both(left: list, right: list, length: int) -> Iterator[Piece]:
 def _join(pieces: list[Piece], piece: Piece) -> None:
     """Append a piece, or extend the last piece if both edges continue without a break.
 
-    A piece of one row can be merged with edges that stay as well as with edges that move.
+    A piece with a single row can be merged with both kinds of edges, those that stay and those that move.
     """
     if pieces:
         q0, q1, a, a_moves, b, b_moves = pieces[-1]

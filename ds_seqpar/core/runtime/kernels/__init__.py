@@ -15,7 +15,7 @@ from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, can_cap, i
 
 # in the order in which "auto" tries them
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Chunked(), Reference())}
-# functions (kernel, spec) that return "", or why the kernel that "auto" selected is slow and what to install
+# functions (kernel, spec) that return why the kernel selected by "auto" is slow and what to install, or ""
 SLOW: list[Callable[[Kernel, BlockSpec], str]] = []
 
 
@@ -25,7 +25,7 @@ def register(kernel: Kernel) -> None:
     Call this function on every rank before creating any configuration.
 
     Args:
-        kernel: The kernel, an object with the members of `Kernel`.
+        kernel: An object that implements the `Kernel` protocol.
 
     Raises:
         ConfigError: The name is taken.
@@ -48,7 +48,7 @@ def register_first(*kernels: Kernel) -> None:
 
 
 def remove(name: str) -> None:
-    """Remove a kernel. Raises ConfigError if no kernel has this name."""
+    """Remove a kernel. Raise ConfigError if no kernel has this name."""
     check_choice("a kernel that is removed", name, KERNELS)
     del KERNELS[name]
     launches.KERNELS.remove(name)
@@ -57,8 +57,8 @@ def remove(name: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def select(name: str, spec: BlockSpec, deterministic: bool | None = None) -> Kernel:
-    """Return the kernel with this name, or for "auto" the first kernel that supports the spec, with the spec's softcap
-    applied.
+    """Return the kernel with this name, with the spec's softcap applied. For "auto", return the first kernel that
+    supports the spec.
 
     Args:
         name: A kernel's name, or "auto".
@@ -67,7 +67,7 @@ def select(name: str, spec: BlockSpec, deterministic: bool | None = None) -> Ker
             only makes the value part of the cache key.
 
     Raises:
-        KernelError: No kernel supports the spec. The message lists the reasons of every kernel that was tried.
+        KernelError: No kernel supports the spec. For every kernel that was tried, the message lists the reasons.
     """
     names = [name] if name != "auto" else candidates(spec)
     reasons = {kernel: _reasons(KERNELS[kernel], spec) for kernel in names}
@@ -82,7 +82,7 @@ def select(name: str, spec: BlockSpec, deterministic: bool | None = None) -> Ker
 
 
 def available(device: str) -> tuple[str, ...]:
-    """Return the names of the kernels that this rank can run on this type of device.
+    """Return the names of the kernels that this rank can run on this device type.
 
     The result may differ between ranks with different installed packages or GPUs.
     """
@@ -93,15 +93,18 @@ def available(device: str) -> tuple[str, ...]:
 def candidates(spec: BlockSpec) -> list[str]:
     """Return the names of the kernels that "auto" tries.
 
-    On GPUs, slow kernels must be requested by name, because the dense matrix of "reference" would use the memory that
-    sequence parallelism saves. On GPUs, "auto" tries "chunked" only for a softcap, which few kernels support.
+    On GPUs, slow kernels must be requested by name. The dense score matrix of "reference", for example, would use up
+    the memory that sequence parallelism saves. On GPUs, "auto" tries "chunked" only for a softcap, which few kernels
+    support.
     """
     slow = {"reference", "chunked"} - ({"chunked"} if spec.softcap else set())
     return [name for name in KERNELS if spec.device == "cpu" or name not in slow]
 
 
 def slowness(kernel: Kernel, spec: BlockSpec) -> str:
-    """Return why a kernel selected by "auto" is slow for the spec and what to install, or "" if it is not slow."""
+    """Explain why the kernel selected by "auto" is slow for the spec and what to install, or return "" if it is not
+    slow.
+    """
     return next(filter(None, (slow(kernel, spec) for slow in SLOW)), "")
 
 

@@ -1,12 +1,12 @@
 """Accumulators that add up the results of kernel launches.
 
-An accumulator starts empty. After the first result, an accumulator holds the kernel's tensors in their own dtypes.
-After the second result, an accumulator is in accum_dtype (fp32, or fp64 for fp64 inputs). The token dimension of every
-tensor is dim 1.
+An accumulator starts empty. After the first result, an accumulator holds the kernel's tensors in their original dtypes.
+After the second result, the accumulator's tensors are in accum_dtype (fp32, or fp64 for fp64 inputs). The token
+dimension of every tensor is dim 1.
 
-Results over disjoint keys are merged by an online softmax. An attention sink (gpt-oss) is an additional score per head
-with a value vector of 0. The sink is merged into (out, lse) once, after all partial results, and backward reads the
-merged tensors.
+Results for disjoint sets of keys are merged with an online softmax. An attention sink (gpt-oss) is an additional score
+per head whose value vector is 0. The sink is merged into (out, lse) once, after all partial results. The backward pass
+uses the merged tensors.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 from ...compiler.tiles.tiles import MERGED_AT_ONCE, Rows, Tile
 from .reference import Kernel
 
-# Number of elements that torch's operations process at once on a device. Each temporary then has 256 MiB in fp32: a
-# merge needs no such temporary, computing delta needs two, and computing out from delta needs three.
+# Number of elements that torch's operations process at once on a device. Each temporary then takes 256 MiB in fp32.
+# Merging needs no such temporaries, computing delta needs two, and computing out from delta needs three.
 AT_ONCE = 1 << 26
-# Functions of add-ons. For a supported tensor, each returns a namespace with `merge_`, `rowsum` and `out_with_rowsum`,
-# which run in one launch each; otherwise None.
+# Functions that add-ons register. For a supported tensor, a function returns a namespace with `merge_`, `rowsum` and
+# `out_with_rowsum`, each of which runs in one launch. For any other tensor, the function returns None.
 FUSED: list[Callable[[Tensor], Any]] = []
 
 
 def fused(x: Tensor) -> Any:
-    """Return the namespace of fused ops that support x, or None if only torch's own operations do."""
+    """Return the namespace of fused ops that support x, or None if only torch's own operations support x."""
     return next(filter(None, (ops(x) for ops in FUSED)), None)
 
 
@@ -39,11 +39,11 @@ CAUSAL = ("causal", "upper")  # launch kinds that run as causal kernels, "upper"
 
 
 class Accumulator:
-    """The accumulator of one block: tensors with the value `blank` in all rows to which nothing has been added.
+    """The accumulator for one block. Its tensors contain the value `blank` in all rows to which nothing has been added.
 
     Args:
-        make: Function that returns uninitialized tensors in accum_dtype, in the memory from which the result is sent.
-            `make` is called at most once, and only if needed.
+        make: Function that returns uninitialized tensors in accum_dtype, backed by the memory from which the result is
+            sent. `make` is called at most once, and only if needed.
     """
 
     blank: tuple[float, float] = (0.0, 0.0)
@@ -52,8 +52,8 @@ class Accumulator:
         self._make = make
         self._held: Tensors | None = None
         self._rows: Rows | None = None  # rows of the block that the held tensors cover; None: all rows
-        self._end = 0  # rows from here on are blank, and not yet written in the held tensors
-        self._materialized = False  # whether the held tensors use memory of `make` or of a message
+        self._end = 0  # rows starting at this index are blank and have not been written in the held tensors
+        self._materialized = False  # whether the held tensors use memory from `make` or from a message
 
     @property
     def held(self) -> Tensors | None:
@@ -68,8 +68,8 @@ class Accumulator:
     def expect(self, rows: Rows) -> None:
         """Prepare for an `add` to the given rows, before the kernel is called.
 
-        Existing rows that `add` will update are cast to accum_dtype. Without the early cast, copies in both dtypes
-        would be in memory at the same time as the kernel's result.
+        Existing rows that `add` will update are cast to accum_dtype now. Otherwise, copies in both dtypes would be in
+        memory at the same time as the kernel's result.
         """
         if self._held is not None and rows.start < self._end:
             self._widen()
@@ -78,8 +78,8 @@ class Accumulator:
         """Add the tensors that a kernel returned.
 
         Args:
-            new: Tensors (B, size, ...), or (B, groups, size, ...) for several groups. The first tensors added are held
-                without a copy, and may be modified later.
+            new: Tensors (B, size, ...), or (B, groups, size, ...) for several groups. The tensors of the first call are
+                stored without a copy, and may be modified later.
             rows: Rows of the block to which the tensors belong. Several groups may share rows.
             tokens: Number of rows of the block.
         """
@@ -109,7 +109,7 @@ class Accumulator:
         self._end = max(self._end, rows.end)
 
     def add_(self, *arrived: Tensor) -> None:
-        """Add another rank's partial result for all rows. The tensors of the partial result may be modified.
+        """Add another rank's partial result for all rows. The partial result's tensors may be modified.
 
         If the arrived tensors are in accum_dtype, the held tensors are added to the arrived tensors in place, and the
         arrived tensors replace the held tensors.
@@ -129,7 +129,7 @@ class Accumulator:
         self._combine(self.settled(), arrived)
 
     def materialize(self) -> Tensors:
-        """Return the tensors in accum_dtype, in the memory from which they are sent."""
+        """Return the tensors in accum_dtype, stored in the memory from which they are sent."""
         held = self.settled()
         if not self._materialized:
             self._move(self._make(), materialized=True)
@@ -143,15 +143,16 @@ class Accumulator:
     def finish(self, *dtypes: torch.dtype | None) -> Tensors:
         """Return the tensors in the given dtypes (None: without a cast), contiguous and in separate memory.
 
-        Rows to which nothing was added are blank. A kernel's tensors that already have the dtype are neither cast nor
-        copied.
+        Rows to which nothing was added are blank. A kernel's tensors that already have the requested dtype are neither
+        cast nor copied.
         """
         if self._held is None or self._rows is not None:
             self._widen()
         self._write_blank()
         held = list(self._held or ())
         self._held = None
-        return tuple(_owned(held.pop(0), dtype, self._materialized) for dtype in dtypes)  # frees each before the next
+        # frees each held tensor before the next cast
+        return tuple(_owned(held.pop(0), dtype, self._materialized) for dtype in dtypes)
 
     def settled(self) -> Tensors:
         """Return the held tensors in accum_dtype, with all rows."""
@@ -165,7 +166,7 @@ class Accumulator:
             self._move(self._make(), materialized=True)
 
     def _move(self, targets: Tensors, materialized: bool = False) -> None:
-        """Copy the held tensors to the targets, which become the held tensors."""
+        """Copy the held tensors to the targets, and hold the targets from then on."""
         rows, held = self._rows or Rows(0, self._end), self._held
         self._held, self._rows, self._materialized = targets, None, materialized
         if held is None:
@@ -195,7 +196,9 @@ class Accumulator:
 
 
 class Softmax(Accumulator):
-    """The accumulator (out, lse) of one query block: out (B, n, H, D) in any dtype, and lse always in accum_dtype."""
+    """The accumulator for the out and lse of one query block. The dtype of out (B, n, H, D) is arbitrary, while lse is
+    always in accum_dtype.
+    """
 
     blank = (0.0, -INF)
 
@@ -217,7 +220,7 @@ class Sum(Accumulator):
 def _owned(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
     """Return x as a contiguous tensor in the given dtype (None: unchanged).
 
-    `copy` is needed if tensors of one message share memory, since results of an op must not share memory.
+    `copy` is needed if tensors of one message share memory, since an op's results must not share memory.
     """
     if copy or dtype not in (None, x.dtype):
         return x.to(dtype or x.dtype, memory_format=torch.contiguous_format, copy=copy)
@@ -230,7 +233,7 @@ def _owned(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
 def _operand(x: Tensor, rows: Rows, upper: bool) -> Tensor:
     """Return the rows of x in the format that kernels expect, as a view if possible.
 
-    Groups are merged into the batch dimension. For "upper" tiles, the order of rows is reversed.
+    Groups are merged into the batch dimension. For "upper" tiles, the rows are in reverse order.
     """
     if not upper and rows.size == x.shape[1]:
         return x
@@ -257,15 +260,15 @@ def _keywords(launch: Tile) -> dict[str, Any]:
 def forward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, launches: Sequence[Tile], scale: float, into: Accumulator
 ) -> None:
-    """Add attention over the tiles of the launches to an accumulator.
+    """Compute attention over each launch's tiles and add the results to an accumulator.
 
     Args:
         kernel: The kernel to call.
         q: (B, Sq, Hq, D), with a stride of 1 in the last dimension.
         k: (B, Sk, Hkv, D), with a stride of 1 in the last dimension.
         v: (B, Sk, Hkv, D), with a stride of 1 in the last dimension.
-        launches: The result of `compiler.tiles.launches.launches` for this kernel's support.
-        scale: Factor of q . k.
+        launches: The launches that `compiler.tiles.launches.launches` returns for this kernel's `support`.
+        scale: Factor by which q . k is multiplied.
         into: A `Softmax` that accumulates the results.
     """
     for launch in launches:
@@ -277,7 +280,7 @@ def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, launch: Tile, scale
     (rows, columns), upper = launch.sides, launch.kind == "upper"
     operands = (_operand(q, rows, upper), _operand(k, columns, upper), _operand(v, columns, upper))
     results = kernel.forward(*operands, launch.kind in CAUSAL, scale, **_keywords(launch))
-    del operands  # operands in reverse order are copies
+    del operands  # operands in reverse order are copies, so free them
     return tuple(_result(x, rows, upper) for x in results)
 
 
@@ -285,7 +288,7 @@ def backward(
     kernel: Kernel, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     launches: Sequence[Tile], scale: float, dq: Accumulator, dkv: Accumulator,
 ) -> None:  # fmt: skip
-    """Add the gradients of the tiles of the launches to accumulators.
+    """Compute the gradients for each launch's tiles and add them to accumulators.
 
     Args:
         kernel: The kernel to call.
@@ -293,8 +296,8 @@ def backward(
         q: As in `forward`.
         k: As in `forward`.
         v: As in `forward`.
-        out: Output of whole rows, not only of these launches, with q's shape and dtype.
-        lse: The lse of whole rows, (B, Sq, Hq) in accum_dtype.
+        out: Output for whole rows, not only for these launches, with q's shape and dtype.
+        lse: The lse for whole rows, (B, Sq, Hq) in accum_dtype.
         launches: As in `forward`.
         scale: As in `forward`.
         dq: A `Sum` that accumulates (dq,).
@@ -326,11 +329,12 @@ def _add_gradients(
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge (new_out, new_lse) into (out, lse), in place.
 
-    The weights of the two results sum to 1 regardless of the rounding of the merged lse. If a row sees no key on either
-    side, its out stays 0 and its lse stays -inf.
+    The weights of the two results sum to 1 no matter how the merged lse is rounded. For rows without any key in either
+    result, `out` stays 0 and `lse` stays -inf.
 
     Args:
-        out: (B, S, H, D) in fp32, or fp64 for fp64 attention. There may be further dimensions before the last one.
+        out: (B, S, H, D) in fp32, or fp64 for fp64 attention. There may be additional dimensions before the last
+            dimension.
         lse: (B, S, H) in the same dtype.
         new_out: Tensor with out's shape, in any dtype.
         new_lse: Tensor with lse's shape.
@@ -344,7 +348,7 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 def _merge_(out: Tensor, new_out: Tensor, lse: Tensor, new_lse: Tensor) -> None:
     difference = _difference(lse, new_lse)
     out.mul_(torch.sigmoid(difference).unsqueeze(-1))
-    if new_out.is_cpu:  # makes the copy that torch would make, but counted; devices cast without a copy
+    if new_out.is_cpu:  # torch would make this copy anyway, but uncounted; devices cast without a copy
         new_out = new_out.to(out.dtype)
     out.addcmul_(new_out, torch.sigmoid(difference.neg_()).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
@@ -356,11 +360,11 @@ def _difference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | None = None) -> None:
-    """Apply an elementwise in-place function to pieces of the tensors, of which the first is the largest.
+    """Apply an elementwise in-place function to pieces of the tensors. The first tensor must be the largest.
 
-    On CPUs, the function's temporaries (and torch's own if dtypes differ) take at most a 16th of the first tensor's
-    size, and fit in the caches. On devices, where a call may cost more than its elements, a piece has `AT_ONCE`
-    elements. The last dimension is not cut.
+    On CPUs, the function's temporaries (and torch's own temporaries if dtypes differ) take at most a 16th of the first
+    tensor's size, and fit in the caches. On devices, where a call may cost more than processing its elements, a piece
+    has `AT_ONCE` elements. The last dimension is not split.
     """
     x = tensors[0]
     limit = limit or (max(MERGED_AT_ONCE, x.numel() // 16) if x.is_cpu else AT_ONCE)
@@ -379,7 +383,7 @@ def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | No
 def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Merge sinks into out and lse, in place.
 
-    If a row saw no key, its out stays 0. A sink of -inf changes nothing, and a sink of inf takes all weight.
+    For rows that see no key, `out` stays 0. A sink of -inf changes nothing, and a sink of inf takes all weight.
 
     Args:
         out: (B, S, H, D) in any dtype.
@@ -392,10 +396,10 @@ def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sinks_deltas(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return each row's sink weight, exp(sink - lse), times its delta, as (B, S, H).
+    """Return each row's sink weight, exp(sink - lse), multiplied by the row's delta, as (B, S, H).
 
     A row contributes -exp(sink - lse) * delta to the sink's gradient, like any key with a value of 0. If sink and lse
-    are both -inf, the row has neither key nor sink; if sink and lse are both inf, the row's out and delta are 0.
+    are both -inf, the row has neither a key nor a sink. If sink and lse are both inf, the row's out and delta are 0.
 
     Args:
         delta: The rowsum of `do * out`, (B, S, H).

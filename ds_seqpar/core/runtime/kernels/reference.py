@@ -1,4 +1,4 @@
-"""The kernel protocol, and two kernels built from torch's own operations for any device.
+"""The kernel protocol, and two kernels that are built from torch's own operations and run on any device.
 
 `Reference` computes the dense score matrix, and defines the results against which other kernels are tested. `Chunked`
 computes a few query rows at a time, for features that no fast kernel supports, such as a softcap.
@@ -20,14 +20,14 @@ from ...compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
 
 @dataclasses.dataclass(frozen=True)
 class BlockSpec:
-    """The blocks that a kernel must support."""
+    """Properties of the blocks that a kernel must support."""
 
     device: str  # device type, such as "cuda"
     dtype: torch.dtype  # dtype of q, k and v
     q_heads: int
     kv_heads: int
     head_dim: int
-    softcap: float = 0.0  # bound on scores; 0 for none
+    softcap: float = 0.0  # bound on scores; 0 means no bound
 
     @classmethod
     def of(cls, q: Tensor, kv_heads: int, softcap: float = 0.0) -> BlockSpec:
@@ -44,17 +44,17 @@ class BlockSpec:
 
 
 class Scores(NamedTuple):
-    """The scores of a query and a key: x = scale * (q . k), or with a softcap, softcap * tanh(x / softcap) (Gemma 2).
+    """The score of a query and a key: x = scale * (q . k), or with a softcap, softcap * tanh(x / softcap) (Gemma 2).
 
     A `softcap` of 0 means no softcap.
     """
 
     scale: float
-    softcap: float = 0.0  # 0 for none
+    softcap: float = 0.0  # 0 means no softcap
 
 
 class Kernel(Protocol):
-    """Attention of one block, full or causal, and its gradient.
+    """Full or causal attention over one block, and its gradient.
 
     To add a kernel, implement this protocol and pass an instance to `register`.
 
@@ -63,10 +63,10 @@ class Kernel(Protocol):
         support: The kernel's features beyond full and causal blocks:
 
             - bands (`band`): both methods have an extra parameter `width: int = 0`. If `width` is not 0, row i sees
-              columns i to i + width - 1, as far as the columns exist;
+              columns i to i + width - 1, if those columns exist;
             - windows (`windows`): both methods have an extra parameter `segments: Segments | None = None`.
-        tolerance: For each dtype, the maximum max|a-b|/max|b| against fp64 that the conformance tests allow.
-        ran_on: The devices on which the conformance suite has passed.
+        tolerance: For each dtype, the maximum error max|a-b|/max|b| relative to fp64 that the conformance tests allow.
+        ran_on: The devices on which the conformance tests have passed.
     """
 
     name: str
@@ -79,20 +79,20 @@ class Kernel(Protocol):
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Compute attention of one block.
+        """Compute attention over one block.
 
-        Hq is a multiple of Hkv: query head h reads key/value head h * Hkv // Hq.
+        Hq is a multiple of Hkv. Query head h uses key/value head `h * Hkv // Hq`.
 
         Args:
             q: (B, Sq, Hq, D).
             k: (B, Sk, Hkv, D), in q's dtype.
             v: (B, Sk, Hkv, D), in q's dtype.
-            causal: If True, row i sees columns 0 to i, otherwise all columns.
-            scale: Factor of q . k.
+            causal: If True, row i sees columns 0 to i. Otherwise, every row sees all columns.
+            scale: Factor by which q . k is multiplied.
 
         Returns:
             (out, lse). out has q's shape and dtype. lse (B, Sq, Hq) is the log-sum-exp of each row's scores, in fp32
-            (fp64 for fp64).
+            (fp64 for fp64 inputs).
         """
         ...
 
@@ -106,13 +106,13 @@ class Kernel(Protocol):
             q: As in `forward`.
             k: As in `forward`.
             v: As in `forward`.
-            out: Output of *whole* rows, over the keys of all blocks, (B, Sq, Hq, D) in q's dtype.
-            lse: The lse of whole rows, (B, Sq, Hq) in fp32 (fp64 for fp64).
+            out: Output for *whole* rows, over the keys in all blocks, (B, Sq, Hq, D) in q's dtype.
+            lse: The lse for whole rows, (B, Sq, Hq) in fp32 (fp64 for fp64 inputs).
             causal: As in `forward`.
             scale: As in `forward`.
 
         Returns:
-            (dq, dk, dv), in the shapes of q, k and v.
+            (dq, dk, dv), with the shapes of q, k and v.
         """
         ...
 
@@ -173,28 +173,30 @@ class Reference:
 
 
 class Chunked(Reference):
-    """The reference kernel without the dense matrix: its temporaries do not grow with the product of lengths."""
+    """The reference kernel without the dense score matrix. The temporaries do not grow with the product of the
+    lengths.
+    """
 
     name = "chunked"
     max_scores = 1 << 22  # 16 MiB in fp32; a single row may exceed the limit
 
 
 def is_deterministic() -> bool:
-    """Return whether torch rejects nondeterministic operations, which rules out some kernels."""
+    """Return whether torch rejects nondeterministic operations, in which case some kernels cannot be used."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, softcap: float, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Compute `Kernel.forward` with results in fp32 (fp64 for fp64).
+    """Compute `Kernel.forward` with results in fp32 (fp64 for fp64 inputs).
 
     Args:
-        first: Row number of q's first row, which sees columns 0 to `first` if causal.
+        first: Row number of q's first row. If `causal` is True, the row sees columns 0 to `first`.
     """
     scores = _scores(q, k, causal, scale, softcap, first)
     lse = torch.logsumexp(scores, dim=-1)
-    # not exp(scores - lse), because the rounding of lse would distort the sum of weights, and delta in backward
+    # not exp(scores - lse), because rounding the lse would distort the sum of weights, and delta in backward
     out = torch.einsum("bkgqs,bskd->bqkgd", torch.softmax(scores, dim=-1), _wide(v))
     return rearrange(out, "b q k g d -> b q (k g) d"), rearrange(lse, "b k g q -> b q (k g)")
 
@@ -203,7 +205,7 @@ def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, scale: float, softcap: float, first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute `Kernel.backward` with results in fp32 (fp64 for fp64). `first` has the same meaning as in `attend`."""
+    """Compute `Kernel.backward` with results in fp32 (fp64 for fp64 inputs). See `attend` for `first`."""
     heads = k.shape[2]
     scores = _scores(q, k, causal, scale, softcap, first)
     p = torch.exp(scores - rearrange(lse, "b q (k g) -> b k g q 1", k=heads))
@@ -211,7 +213,7 @@ def gradients(
     delta = rearrange((do_ * out_).sum(-1), "b q k g -> b k g q 1")
     dv = torch.einsum("bkgqs,bqkgd->bskd", p, do_)
     ds = p * (torch.einsum("bqkgd,bskd->bkgqs", do_, _wide(v)) - delta) * scale
-    if softcap:  # derivative of the softcap, 0 for masked scores
+    if softcap:  # derivative of the softcap; 0 for masked scores
         ds = ds * torch.where(scores.isneginf(), 0.0, 1.0 - (scores / softcap).square())
     dq = torch.einsum("bkgqs,bskd->bqkgd", ds, _wide(k))
     return rearrange(dq, "b q k g d -> b q (k g) d"), torch.einsum("bkgqs,bqkgd->bskd", ds, q_), dv
@@ -222,8 +224,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """Return x (B, q, Hq, D) with query heads grouped by key/value head: (B, q, Hkv, Hq / Hkv, D) in fp32 (fp64 for
-    fp64).
+    """Return x (B, q, Hq, D) with query heads grouped by key/value head, as (B, q, Hkv, Hq / Hkv, D) in fp32 (fp64 for
+    fp64 inputs).
     """
     return rearrange(_wide(x), "b q (k g) d -> b q k g d", k=kv_heads)
 

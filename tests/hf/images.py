@@ -1,6 +1,6 @@
-"""Compares small copies of models that share sequences with plain ones, in batches with pictures, films or sounds.
+"""Compares small copies of models that share sequences with plain ones, in batches with images, videos or audio.
 
-python -m tests.hf.pictures [TYPES]: a line for each type, "exact", "refused: SENTENCE" or "wrong: ...".
+python -m tests.hf.images [TYPES]: a line for each type, "exact", "refused: SENTENCE" or "wrong: ...".
 """
 
 import argparse
@@ -8,16 +8,19 @@ import copy
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from hf_integration import patch_attention
+from hf_integration.inputs import MEDIA
+from hf_integration.inputs import TYPES as TYPES_OF_TOKENS
 from hf_integration.look.in_fp64 import fp64
 from hf_integration.look.media import joined, media_batch, padded
 from hf_integration.look.small import call, small_copy, tokens_for
 from hf_integration.media import towers
 from hf_integration.trainer.samples import positions_of
 from tests.dist.ranks import make
-from tests.hf.conformance import _errors, _gradients, _merged, _outcome, _whole
-from tests.hf.in_fp64 import limit_beside, throughout
+from tests.hf.conformance import _gradients, _merged, _outcome, _whole, beyond
+from tests.hf.in_fp64 import throughout
 from tests.hf.llama import IGNORE, array
 from tests.hf.media_types import TYPES, model_of
 from tests.launch import on_ranks
@@ -29,8 +32,8 @@ TAKES, DIVIDED = "takes", "divided"  # what is said of a type beside the outcome
 
 
 def batches_of(model):
-    """Return what makes batches for a small copy, by kind: rows with no, one and two pictures, padded, packed, and text
-    alone; and why there are none with pictures. It makes two: for the plain model, and for one that shares sequences.
+    """Return what makes batches for a small copy, by kind: rows with no, one and two images, padded, packed, and text
+    alone; and why there are none with images. It makes two: for the plain model, and for one that shares sequences.
     """
     batch, reason = media_batch(model)
     ids = tokens_for(model.config, 2, 21, seed=3)
@@ -46,7 +49,7 @@ def batches_of(model):
 
 
 def packed(model):
-    """Return documents with two and three pictures, and the pack of them."""
+    """Return documents with two and three images, and the pack of them."""
     documents = [media_batch(model, rows=(row,))[0] for row in ((1, 0), (0, 1, 0))]  # one alone may be of another class
     for document in documents:
         document["labels"][:, 0] = IGNORE  # which no token predicts
@@ -61,7 +64,7 @@ def packed(model):
 
 @throughout
 def outcome(model, documents, world=1):
-    """Return (logits of real tokens, loss, gradients averaged over the ranks) for a batch, or for documents alone."""
+    """Return ([logits of real tokens], [loss], gradients averaged over ranks) for a batch, or for documents alone."""
     model.zero_grad()
     documents = documents if isinstance(documents, list) else [documents]
     counts = [int((document["labels"][:, 1:] != IGNORE).sum()) for document in documents]
@@ -75,7 +78,7 @@ def outcome(model, documents, world=1):
         real = document.get("attention_mask", torch.ones_like(document["input_ids"]))[..., None]
         logits.append(array(_whole(output.logits) * real))
         losses += loss.item()
-    return np.concatenate(logits, 1), losses, _gradients(model, world)
+    return [np.concatenate(logits, 1)], [losses], _gradients(model, world)
 
 
 def compared(model, shared, batches, sp):
@@ -89,19 +92,15 @@ def compared(model, shared, batches, sp):
     error, found = _outcome(outcome, shared, made[1], sp.size)
     if error is not None:
         return error
-    errors, limits = _errors(found, wanted), {}
-    if max(errors.values()) >= LIMIT:  # or twice of what rounding makes
-        error, truth = _outcome(outcome, fp64(copy.deepcopy(model)), made[0])
-        if error is None:
-            errors = _errors(found, truth)
-            limits = {name: limit_beside(own, LIMIT, times=2) for name, own in _errors(wanted, truth).items()}
-    wrong = {name: error for name, error in errors.items() if not error < limits.get(name, LIMIT)}
-    return "wrong: " + ", ".join(f"{name} by {error:.0e}" for name, error in wrong.items()) if wrong else "exact"
+    wrong = beyond(
+        found, wanted, model.dtype, lambda: _outcome(outcome, fp64(copy.deepcopy(model)), made[0])[1], times=2
+    )
+    return "wrong: " + ", ".join(f"{name} by {error:.0e}" for name, (error, _) in wrong.items()) if wrong else "exact"
 
 
 def media_of(model):
     """Return what a patched model takes, and what of it ranks divide."""
-    names = {"get_image_features": "pictures", "get_video_features": "films", "get_audio_features": "sounds"}
+    names = {"get_image_features": "images", "get_video_features": "videos", "get_audio_features": "audio"}
     owners = {word: (name, towers.owner_of(model, name)) for name, word in names.items()}
     taken = {word: name in vars(owner) for word, (name, owner) in owners.items() if owner is not None}
     return {TAKES: ", ".join(taken), DIVIDED: ", ".join(word for word, is_divided in taken.items() if is_divided)}
@@ -120,7 +119,7 @@ def tried(names, kinds, section):
             missing = f"refused: {reason}" if kind not in batches else ""
             found[name][kind] = error or missing or compared(model, shared, batches[kind], sp)
         if found[name].get("packed", "").startswith("wrong") and not found[name][DIVIDED]:
-            found[name]["packed"] = "plain: the features of a picture or a sound are others where it is alone"
+            found[name]["packed"] = "plain: the features of an image or an audio clip are others where it is alone"
         if any(words.startswith(("crash", "hang")) for words in found[name].values()):
             break
     return found
@@ -141,6 +140,45 @@ def outcomes(names, world=2, kinds=KINDS, section=None):
             found[name] = {kind: _merged([rank[name][kind] for rank in ranks]) for kind in (*kinds, TAKES, DIVIDED)}
         rest = rest[len(done) :]
     return found
+
+
+def examples(model, rows):
+    """Return examples of a row each, of other texts and with other images."""
+    found = []
+    for number, images in enumerate(rows):
+        batch = media_batch(model, rows=(images or (0,),))[0]
+        is_text = batch["labels"] != IGNORE
+        ids = batch["input_ids"].where(is_text, 3) if not images else batch["input_ids"].clone()
+        ids[0, :3] = number + 3
+        labels = batch["labels"] if images else ids.clone()
+        labels[0, : number % 4 + 3] = IGNORE
+        batch |= {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+        if not images:
+            batch = {name: x * 0 if name in TYPES_OF_TOKENS else x for name, x in batch.items() if name not in MEDIA}
+        found.append({k: x.roll(number, -1) if k == "pixel_values" else x for k, x in batch.items()})
+    return found
+
+
+def batched(batches):
+    """Return examples as a batch: rows are padded on the right, images to the most tiles."""
+    found = {}
+    for name in {name: None for batch in batches for name in batch}:
+        given = [batch[name] for batch in batches if name in batch]
+        by_token = name in TYPES_OF_TOKENS or name in ("input_ids", "labels", "attention_mask")
+        if by_token or given[0].dim() > 4:
+            longest = max(x.shape[1] for x in given)
+            sides = [[0, 0] * (x.dim() - 2) + [0, longest - x.shape[1]] for x in given]
+            given = [
+                F.pad(x, side, value=IGNORE if name == "labels" else 0) for x, side in zip(given, sides, strict=True)
+            ]
+        found[name] = torch.cat(given)
+    return found
+
+
+def projections(model):
+    """Return the names of linear layers of the stack and of towers."""
+    names = {name.rpartition(".")[2] for name, x in model.named_modules() if isinstance(x, torch.nn.Linear)}
+    return sorted(name for name in names - {"lm_head"} if not name.isdigit())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Packs of samples with pictures, by our own packing: what the plain model computes of each sample alone."""
+"""Packs of samples with images, by our own packing: what the plain model computes of each sample alone."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,16 +13,15 @@ from hf_integration import share_sequences
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
 from tests.dist.ranks import not_refused, refusal
+from tests.hf.images import LIMIT, batched, examples
 from tests.hf.llama import IGNORE, array
 from tests.hf.media_types import model_of
-from tests.hf.pictures import LIMIT
-from tests.hf.test_trainer_pictures import examples, joined
-from tests.hf.trainers import make, trained
-from tests.launch import on_ranks, on_trainer_ranks
+from tests.hf.trainers import FIGURES, case, compare
+from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 slow = pytest.mark.slow
-# of samples: the sizes of their pictures. Some fit a rank, others are shared; some have none
+# of samples: the sizes of their images. Some fit a rank, others are shared; some have none
 ROWS = ((0,), (1, 0), (), (0,), (), (1,), (0, 0, 1), (), (1,), ())
 STEP = 5  # samples
 
@@ -63,7 +63,7 @@ def packed(name):
     model, samples = model_and_samples(name)
     shared, largest, counts = copy.deepcopy(model), 0.0, []
     sp = share_sequences(shared, **section_of(samples))
-    for number, packs in enumerate(sp.packs(DataLoader(samples, batch_size=STEP, collate_fn=joined))):
+    for number, packs in enumerate(sp.packs(DataLoader(samples, batch_size=STEP, collate_fn=batched))):
         model.zero_grad()
         shared.zero_grad()
         wanted = plain(model, samples[number * STEP : (number + 1) * STEP])
@@ -93,16 +93,13 @@ def test_packs_train_as_each_sample_alone(name, ranks):
 
 
 # the Trainer averages the batches of some classes, so that a step of packs is that of one batch
-GIVEN = {"max_steps": 4, "gradient_accumulation_steps": 1, "remove_unused_columns": False}
+GIVEN = {"max_steps": 4, "gradient_accumulation_steps": 1, "remove_unused_columns": False, "only": FIGURES}
 GIVEN |= {"adam_epsilon": 1e-2, "train_sampling_strategy": "sequential"}
 
 
-def run(folder, name, sequences, is_packed, changes):
+def parts(name):
     model, samples = model_and_samples(name)
-    section = section_of(samples) if is_packed else None
-    parts = {"train_dataset": samples * 4, "eval_dataset": samples[:2], "data_collator": joined}
-    trainer = make(folder, sequences, section, 2, model, parts, **{**GIVEN, **changes})
-    return trained(trainer).logs
+    return {"model": model, "train_dataset": samples * 4, "eval_dataset": samples[:2], "data_collator": batched}
 
 
 @pytest.mark.parametrize(
@@ -114,11 +111,8 @@ def run(folder, name, sequences, is_packed, changes):
     ],
 )
 def test_the_trainer_logs_what_the_plain_one_does(name, ranks, changes, tmp_path):
-    (wanted,) = on_trainer_ranks(1, run, tmp_path / "plain", name, 8, False, changes)
-    assert len(wanted["loss"]) == 4
-    for found in on_trainer_ranks(ranks, run, tmp_path / "packed", name, 8 * 2 // ranks, True, changes):
-        for figure in ("loss", "grad_norm"):
-            assert found[figure] == pytest.approx(wanted[figure], rel=1e-5), figure
+    given = case(parts=functools.partial(parts, name), section=section_of(model_and_samples(name)[1]), **changes)
+    compare(tmp_path, {name: given}, (ranks, 2), batch=8, **GIVEN)
 
 
 def with_documents(sample, end):
@@ -135,17 +129,17 @@ def of_text(sample):
     return {key: x for key, x in sample.items() if key in ("input_ids", "labels")}
 
 
-def with_pictures(sample):
+def with_images(sample):
     return media_batch(small_copy(model_of("qwen3_vl"))[0], ((0,) * 8,))[0]
 
 
 # what is wrong -> (what is made of the first sample, words that every rank is told)
 WRONG = {
     "several documents in a sample": (lambda sample: with_documents(sample, 3), ["one document each", "got one of 2"]),
-    "a document that begins inside a picture": (lambda sample: with_documents(sample, 8), ["whole pictures"]),
-    "other pictures on one rank": (on_one, ["samples of a step"]),
-    "text without what pictures have": (of_text, ["the same entries for each token", "mm_token_type_ids"]),
-    "more tokens than ranks hold": (with_pictures, ["tokens_per_rank * size"]),
+    "a document that begins inside an image": (lambda sample: with_documents(sample, 8), ["whole images"]),
+    "other images on one rank": (on_one, ["samples of a step"]),
+    "text without what images have": (of_text, ["the same entries for each token", "mm_token_type_ids"]),
+    "more tokens than ranks hold": (with_images, ["tokens_per_rank * size"]),
 }
 
 
@@ -153,12 +147,12 @@ def wrong_samples():
     model, samples = model_and_samples("qwen3_vl")
     sp, found = share_sequences(model, **section_of(samples)), {}
     for name, (change, _) in WRONG.items():
-        loader = DataLoader([change(samples[0]), *samples[1:3]], batch_size=3, collate_fn=joined)
+        loader = DataLoader([change(samples[0]), *samples[1:3]], batch_size=3, collate_fn=batched)
         found[name] = *refusal(lambda loader=loader: next(iter(sp.packs(loader)))), 0
     sp.close()
     model = small_copy(model_of("granite_speech"))[0].train()
     sp = share_sequences(model, **section_of(samples))
-    found["loss"] = *refusal(lambda: sp.packs(DataLoader(samples, batch_size=3, collate_fn=joined))), 0
+    found["loss"] = *refusal(lambda: sp.packs(DataLoader(samples, batch_size=3, collate_fn=batched))), 0
     return found
 
 

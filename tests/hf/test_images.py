@@ -1,4 +1,4 @@
-"""Models that share sequences take pictures and sounds: exact, or refused in a sentence on every rank."""
+"""Models that share sequences take images and audio: exact, or refused in a sentence on every rank."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from hf_integration import patch_attention
 from hf_integration.look.media import media_batch
 from hf_integration.look.small import call, small_copy
 from tests.dist.ranks import is_one_sentence, lacking, make, refusal
+from tests.hf.images import KINDS, SECTIONS, outcomes
 from tests.hf.llama import small
 from tests.hf.media_types import ALL, NO_BATCH, TYPES, model_of
-from tests.hf.pictures import KINDS, SECTIONS, outcomes
 from tests.launch import on_ranks
 from tests.words import missing
 
@@ -72,16 +72,16 @@ def noisy(model, sp, batch):
 
 
 def fewer(batch, rank):
-    """The last picture is missing on one rank."""
+    """The last image is missing on one rank."""
     sizes = batch["image_grid_thw"].prod(1).tolist()
     kept = {"image_grid_thw": batch["image_grid_thw"][:-1], "pixel_values": batch["pixel_values"][: sum(sizes[:-1])]}
     return batch | (kept if rank else {})
 
 
-def filmed(batch, rank):
-    """What are pictures on one rank are films on another one."""
-    films = {"pixel_values_videos": batch["pixel_values"], "video_grid_thw": batch["image_grid_thw"]}
-    return text_of(batch) | films if rank else batch
+def with_video(batch, rank):
+    """What are images on one rank are videos on another one."""
+    videos = {"pixel_values_videos": batch["pixel_values"], "video_grid_thw": batch["image_grid_thw"]}
+    return text_of(batch) | videos if rank else batch
 
 
 def of_text_model(model, sp, batch):
@@ -89,7 +89,7 @@ def of_text_model(model, sp, batch):
 
 
 def packed(model, cut, skipped=0, **given):
-    """Two documents, of which the second begins behind so many tokens of a picture, at another position than 0."""
+    """Two documents, of which the second begins behind so many tokens of an image, at another position than 0."""
     pack, _ = media_batch(model, rows=((0,),))
     ids = pack["input_ids"]
     first = int((ids[0] == model.config.image_token_id).nonzero()[cut])
@@ -106,11 +106,11 @@ def compiled(model, sp, batch):
 
 # what is wrong -> (a call(model, sp, batch), words that every rank is told)
 WRONG = {
-    "pictures on one rank": (
+    "images on one rank": (
         lambda model, sp, batch: call(model, **(text_of(batch) if sp.rank else batch)),
         ["same whole batch", "rank 1: ", "no pixel_values"],
     ),
-    "the same pictures in another order": (
+    "the same images in another order": (
         lambda model, sp, batch: call(model, **shifted(batch, "pixel_values", sp.rank)),
         ["same whole batch", "pixel_values by row"],
     ),
@@ -118,8 +118,8 @@ WRONG = {
         lambda model, sp, batch: call(model, **shifted(batch, "image_grid_thw", sp.rank)),
         ["same whole batch", "image_grid_thw"],
     ),
-    "pictures in shard_batches": (lambda model, sp, batch: sp.shard_batch(batch), ["pixel_values", "whole batch"]),
-    "pictures beside a shard": (
+    "images in shard_batches": (lambda model, sp, batch: sp.shard_batch(batch), ["pixel_values", "whole batch"]),
+    "images beside a shard": (
         lambda model, sp, batch: model(**sp.shard_batch(text_of(batch)), pixel_values=batch["pixel_values"]),
         ["needs whole batches", "got a sharded one"],
     ),
@@ -129,7 +129,7 @@ WRONG = {
         lambda model, sp, batch: call(model, **batch | {"input_ids": batch["input_ids"].clamp(max=3)}),
         ["tokens"],
     ),
-    "rows that are cut inside a picture": (
+    "rows that are cut inside an image": (
         lambda model, sp, batch: call(
             model,
             **{name: x[:, :20] for name, x in batch.items() if name in text_of(batch)},
@@ -138,23 +138,23 @@ WRONG = {
         ),
         ["tokens"],
     ),
-    "fewer pictures on one rank": (
+    "fewer images on one rank": (
         lambda model, sp, batch: call(model, **fewer(batch, sp.rank)),
         ["same whole batch", "pixel_values"],
     ),
-    "films on one rank": (
-        lambda model, sp, batch: call(model, **filmed(batch, sp.rank)),
+    "videos on one rank": (
+        lambda model, sp, batch: call(model, **with_video(batch, sp.rank)),
         ["same whole batch", "pixel_values_videos"],
     ),
-    "sizes of other pictures": (
+    "sizes of other images": (
         lambda model, sp, batch: call(model, **batch | {"image_grid_thw": batch["image_grid_thw"] * 2}),
-        ["making features of pictures failed"],
+        ["making features of images failed"],
     ),
     "no sizes": (
         lambda model, sp, batch: call(model, **{name: x for name, x in batch.items() if name != "image_grid_thw"}),
         ["image_grid_thw", "got none"],
     ),
-    "a pack that is cut inside a picture": (lambda model, sp, batch: packed(model, 2), ["whole pictures", "at token"]),
+    "a pack that is cut inside an image": (lambda model, sp, batch: packed(model, 2), ["whole images", "at token"]),
     "documents that do not begin at 0": (
         lambda model, sp, batch: packed(model, 0, skipped=3),
         ["position_ids must count", "got 3"],
@@ -167,11 +167,11 @@ WRONG = {
         lambda model, sp, batch: call(model, **batch, attention_mask=torch.ones(3, 1, 27, 27)),
         ["attention_mask"],
     ),
-    "other values of pictures on one rank": (
+    "other values of images on one rank": (
         lambda model, sp, batch: call(model, **batch | {"pixel_values": batch["pixel_values"] + sp.rank}),
         ["same whole batch", "pixel_values by row"],
     ),
-    "a rank that is not told which tokens are of pictures": (
+    "a rank that is not told which tokens are of images": (
         lambda model, sp, batch: call(
             model, **{name: x for name, x in batch.items() if not sp.rank or name != "mm_token_type_ids"}
         ),
@@ -184,11 +184,11 @@ WRONG = {
         ),
         ["tokens"],
     ),
-    "pictures without tokens": (
+    "images without tokens": (
         lambda model, sp, batch: model(pixel_values=batch["pixel_values"], image_grid_thw=batch["image_grid_thw"]),
         ["input_ids or inputs_embeds", "got neither"],
     ),
-    "pictures for a model of text": (of_text_model, ["llama", "text alone", "pixel_values"]),
+    "images for a model of text": (of_text_model, ["llama", "text alone", "pixel_values"]),
     "a model in torch.compile": (compiled, ["layer.compile()"]),
     "log-probabilities": (
         lambda model, sp, batch: sp.log_probs(model, **batch),
@@ -218,7 +218,7 @@ def test_wrong_uses_end_in_a_sentence_on_every_rank():
         } == {}
 
 
-SEEN = [0.0]  # whether there were pictures
+SEEN = [0.0]  # whether there were images
 
 
 def sees(module, args, output):
@@ -230,7 +230,7 @@ def has_seen_none(module, args, output):
 
 
 def mixes(module, args):
-    """A layer that mixes tokens once there were pictures, which text alone does not show."""
+    """A layer that mixes tokens once there were images, which text alone does not show."""
     return (args[0] + SEEN[0] * args[0].mean(1, keepdim=True), *args[1:])
 
 

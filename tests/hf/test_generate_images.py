@@ -1,4 +1,4 @@
-"""`generate` with pictures over a cache in parts gives the tokens of the unpatched model, on all ranks."""
+"""`generate` with images over a cache in parts gives the tokens of the unpatched model, on all ranks."""
 
 import copy
 
@@ -39,7 +39,7 @@ GIVEN = ("input_ids", "attention_mask", *TYPES)
 
 def made(name):
     """A model in fp64 whose tokens vary, and the batches of two turns: padded on the left, rows with no, one and two
-    pictures of two sizes."""
+    images of two sizes."""
     torch.manual_seed(0)
     model = enlivened(small_copy(model_of(name))[0])
     head = model.get_output_embeddings()
@@ -55,7 +55,7 @@ def made(name):
 
 @throughout
 def generated(model, first, second, way):
-    """Tokens and logits, where a way has turns of three on one cache: with pictures, of text, and with further ones."""
+    """Tokens and logits, where a way has turns of three on one cache: with images, of text, and with further ones."""
     torch.manual_seed(3)
     if way == "own loop":
         return forwards(model, second)
@@ -68,7 +68,7 @@ def generated(model, first, second, way):
         given["input_ids"] = output.sequences
         given = {key: torch.cat([x, turn.get(key, torch.ones_like(turn["input_ids"]))], 1) for key, x in given.items()}
         media = {key: x for key, x in turn.items() if key not in GIVEN}
-        if media and hasattr(model.model, "get_rope_index"):  # which wants the pictures of all turns, row by row
+        if media and hasattr(model.model, "get_rope_index"):  # which wants the images of all turns, row by row
             (one, *two), (before, behind) = first["image_grid_thw"], second["image_grid_thw"]
             grids = torch.stack([before, one, *two, behind])
             media["position_ids"] = model.model.get_rope_index(**given, image_grid_thw=grids)[0]
@@ -78,7 +78,7 @@ def generated(model, first, second, way):
 
 
 def forwards(model, batch):
-    """The logits of a prompt with pictures, of single tokens and of further text, whose positions the model makes."""
+    """The logits of a prompt with images, of single tokens and of further text, whose positions the model makes."""
     output = model(**batch, use_cache=True)
     logits, ids = [output.logits], batch["input_ids"]
     for count in (1, 1, 3, 1):
@@ -115,7 +115,7 @@ def wrong(world, names, ways):
 
 
 @pytest.mark.parametrize("way", each_then_rest(["sampled"], ["greedy"]))
-def test_turns_with_pictures_go_on_with_the_cache(way):
+def test_turns_with_images_go_on_with_the_cache(way):
     assert wrong(2, KINDS, [way]) == [{}, {}]
 
 
@@ -137,7 +137,7 @@ def test_layers_with_a_state_generate_without_a_cache():
 
 
 def refused():
-    """What a rank is told where ranks have other pictures, and where a prompt with pictures is to be cut."""
+    """What a rank is told where ranks have other images, and where a prompt with images is to be cut."""
     sp = make(size=2, ulysses=1, prove="never")
     model, first, _ = made("llava")
     patch_attention(model, sp)
@@ -149,6 +149,6 @@ def refused():
 def test_wrong_prompts_end_in_a_sentence_on_every_rank():
     first, second = on_warm_ranks(2, refused)
     assert first[2] == second[2]
-    for pictures, cache, _ in (first, second):
-        assert lacking(pictures, "DisagreementError", "pixel_values by row") == []
+    for images, cache, _ in (first, second):
+        assert lacking(images, "DisagreementError", "pixel_values by row") == []
         assert lacking(cache, "ConfigError", "'static'", "whole_sequences") == []
