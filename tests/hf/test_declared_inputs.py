@@ -22,7 +22,7 @@ class ToyConfig(LlamaConfig):
 
 
 class ToyModel(LlamaModel):
-    """Weighs tokens, styles rows, and puts images where IMAGE is."""
+    """Weighs tokens, styles rows, and puts crops where IMAGE is."""
 
     config_class = ToyConfig
 
@@ -32,11 +32,11 @@ class ToyModel(LlamaModel):
         self.tower = nn.Sequential(nn.Linear(PATCH, DIM), nn.GELU(), nn.Linear(DIM, config.hidden_size))
         self.post_init()
 
-    def forward(self, input_ids=None, inputs_embeds=None, weights=None, style=None, images=None, scale=None, **kwargs):
+    def forward(self, input_ids=None, inputs_embeds=None, weights=None, style=None, crops=None, scale=None, **kwargs):
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if images is not None:
+        if crops is not None:
             at = (input_ids == IMAGE)[..., None].expand_as(hidden)
-            hidden = hidden.masked_scatter(at, self.tower(images))
+            hidden = hidden.masked_scatter(at, self.tower(crops))
         if weights is not None:
             hidden = hidden * weights[..., None]
         if style is not None:  # (rows,), or an index for each token
@@ -74,14 +74,14 @@ def toy(kind=ToyForCausalLM):
     return kind(ToyConfig(**sizes, **heads)).double().train()
 
 
-def own_images(images, batch, held):
-    """The images of the tokens that this rank has."""
+def own_crops(crops, batch, held):
+    """The crops of the tokens that this rank has."""
     at = batch["input_ids"].flatten() == IMAGE
     numbers = at.cumsum(0) - 1
-    return images[numbers[held[at[held]]]]
+    return crops[numbers[held[at[held]]]]
 
 
-INPUTS = {"weights": tokens(), "style": row(), "images": own(own_images)}
+INPUTS = {"weights": tokens(), "style": row(), "crops": own(own_crops)}
 PADDING = {"none": (0, 0, 0), "right": (0, 4, 9), "left": (0, 4, 9)}
 
 
@@ -91,7 +91,7 @@ def batch_of(padding):
     ids[:, [10, 11, 17]] = IMAGE
     batch = {"input_ids": ids, "weights": torch.rand(ROWS, TOKENS, generator=draw, dtype=torch.float64) + 0.5}
     batch |= {"style": torch.tensor([4, 0, 6]), "scale": torch.tensor(1.5)}
-    batch["images"] = torch.rand(3 * ROWS, PATCH, generator=draw, dtype=torch.float64)
+    batch["crops"] = torch.rand(3 * ROWS, PATCH, generator=draw, dtype=torch.float64)
     mask = torch.stack([torch.arange(TOKENS) < TOKENS - count for count in PADDING[padding]]).long()
     mask = mask.flip(1) if padding == "left" else mask
     labels = ids.masked_fill(mask == 0, IGNORE)
@@ -137,7 +137,7 @@ def test_three_declared_lines_on_4_ranks(padding):
 EVERYWHERE = {
     "weights": ["got weights float64 (3, 26)", "'weights': tokens()"],
     "style": ["got style int64 (3,)", "'style': tokens()", "row"],
-    "images": ["got images float64 (9, 5)", "own"],
+    "crops": ["got crops float64 (9, 5)", "own"],
 }
 
 
