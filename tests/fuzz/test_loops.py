@@ -6,7 +6,7 @@ from tests.fuzz import loops
 from tests.fuzz.run import Tried
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_accelerators_count_groups(count, record_property):
     tried = Tried(loops.try_one)
     for seed in range(count):

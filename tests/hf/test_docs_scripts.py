@@ -23,6 +23,7 @@ PAIRS = [
     for pair in re.findall(r"```python\n(# \w+\.py: [^`]*?)```[^`]*?(?:`[^`\n]+`[^`]*?)*```text\n(.*?)```", page, re.S)
 ]
 CASES = [pytest.param(*pair, id=command_of(pair[0])[0]) for pair in PAIRS]
+QUICK = [x for x in CASES if x.id != "grpo.py"]
 NUMBER = re.compile(r"\d+\.\d+")
 
 
@@ -44,7 +45,7 @@ def written(script, folder):
     return file
 
 
-@pytest.mark.parametrize(("script", "output"), CASES)
+@pytest.mark.parametrize(("script", "output"), QUICK)
 def test_script_prints_what_the_page_shows(script, output, tmp_path):
     _, _, ranks = command_of(script)
     check(output, scripts.run(ranks, tmp_path, written(script, tmp_path)))

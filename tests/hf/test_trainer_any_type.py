@@ -37,12 +37,11 @@ def of_type(name, lora):
 @pytest.mark.parametrize(
     ("names", "section", "lora", "stage", "steps"),
     [
-        (STATES[:1], {}, False, 2, 3),
         (INDEX[:1], {"prove": "never"}, False, 3, 3),
         *(
             pytest.param(*given, marks=pytest.mark.slow)
             for given in [
-                (STATES[1:], {}, False, 2, 3),
+                (STATES, {}, False, 2, 3),
                 *((names, SECTION, True, 3, 3) for names in GROUPS),
                 *(((name,), SECTION, *how, 5) for name in INDEX for how in ((True, 3), (False, 3), (False, 2))),
             ]
