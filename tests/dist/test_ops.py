@@ -115,6 +115,7 @@ def test_compiled_attention_still_asks_its_peers():
     oracle.assert_exact([found], [oracle.attention(*whole)])
 
 
+@pytest.mark.slow
 @on_each_of(2, keep=None)
 def test_one_compiled_function_serves_several_in_a_process():
     """The function is compiled again with the number of the SequenceParallel as a symbol."""

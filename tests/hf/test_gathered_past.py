@@ -12,6 +12,7 @@ from hf_integration import gathered_past, patch_attention, unpatch_attention, wh
 from hf_integration.look import prove
 from hf_integration.look.look import look
 from tests.dist.ranks import WRONG, lacking, make, only_one, refusal
+from tests.grids import each_then_rest
 from tests.hf import conformance
 from tests.hf.every_type import tiny
 from tests.hf.families import gradients
@@ -34,7 +35,7 @@ def exact(model, shared, sp, kind, call):
     assert conformance.compared(found, wanted, model, kind) == conformance.EXACT, (type(model).__name__, kind, call)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", each_then_rest(TYPES[::2], TYPES[1::2]))
 @on_each_of(2)
 def test_logits_loss_and_gradients_are_those_of_the_plain_model(name):
     for layout, rows in (("balanced", 256), ("contiguous", 7)):  # many pieces, of which ranks have other numbers

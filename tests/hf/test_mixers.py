@@ -178,7 +178,7 @@ def test_a_look_does_without_installed_kernels(monkeypatch):
     assert look(model).mixers == ("layers.*.linear_attn",)
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "deepseek_v4"])
+@pytest.mark.parametrize("name", ["nemotron_h", pytest.param("deepseek_v4", marks=pytest.mark.slow)])
 @on_each_of(2, keep="deepspeed")
 def test_zero_3_gathers_what_a_layer_reads_of_modules_inside(name):
     gathered_past.ROWS, rows = 4, gathered_past.ROWS  # pieces, of which ranks have other numbers

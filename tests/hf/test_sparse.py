@@ -13,6 +13,7 @@ from hf_integration.look.known import facts_of
 from hf_integration.look.sizes import model_sizes
 from hf_integration.model.patch import patch_by
 from tests.dist.ranks import make
+from tests.grids import each_then_rest
 from tests.hf import conformance
 from tests.hf.every_type import tiny
 from tests.hf.families import batch_of
@@ -28,10 +29,11 @@ def in_pieces(model, sp):
     return patch_by(model, model, sp, dataclasses.replace(facts_of(model), selects=False))
 
 
+@pytest.mark.parametrize("names", each_then_rest([TYPES[1:3]], [(TYPES[0], TYPES[3])]))
 @on_each_of(2)
-def test_models_are_what_they_are_in_pieces_and_plain():
+def test_models_are_what_they_are_in_pieces_and_plain(names):
     sp = make(prove="never")
-    for name in TYPES:
+    for name in names:
         plain, at_once, pieced = tiny(name), tiny(name), tiny(name)
         assert facts_of(at_once).selects
         patch_attention(at_once, sp)

@@ -132,6 +132,7 @@ COVER = {
     "KTO": kto(lora, stage=3),
     "Reward, left": reward(on_the_left, stage=3, center_rewards_coefficient=0.1),
 }
+FEW = {name: COVER[name] for name in ("adapters, ZeRO-3", "KTO", "Reward, left")}
 CASES = {
     **{name: dpo(loss_type=name, label_smoothing=0.1) for name in LOSSES},
     **{name: dpo(f_divergence_type=name) for name in ("forward_kl", "js_divergence", "alpha_divergence")},
@@ -170,11 +171,11 @@ OF_TWO_GROUPS = {
 @pytest.mark.parametrize(
     ("cases", "groups", "changes"),
     [
-        (COVER, 1, {"max_steps": 2, "eval_steps": 2}),
-        pytest.param(CASES, 1, {}, marks=pytest.mark.slow),
+        (FEW, 1, {"max_steps": 2, "eval_steps": 2}),
+        pytest.param(COVER | CASES, 1, {}, marks=pytest.mark.slow),
         pytest.param(OF_TWO_GROUPS, 2, {}, marks=pytest.mark.slow),
     ],
-    ids=["cover", "all", "two groups"],
+    ids=["few", "all", "two groups"],
 )
 def test_all_that_is_logged_is_the_plain_trainers(cases, groups, changes, tmp_path):
     compare(tmp_path, cases, (2 * groups, 2), batch=4 * groups, **changes)
