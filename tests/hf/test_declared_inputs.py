@@ -128,7 +128,8 @@ def test_three_declared_lines_on_2_ranks(ulysses):
     assert_shared(sp, ToyWithTerm, ["whole"])
 
 
-@pytest.mark.parametrize("padding", each_then_rest(["left"], ["none", "right"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", ["left", "none", "right"])
 @on_each_of(4)
 def test_three_declared_lines_on_4_ranks(padding):
     assert_shared(make(size=4, ulysses=2), ToyForCausalLM, ["whole", "sharded"], [padding])

@@ -41,7 +41,7 @@ def groups(types):
 
 
 def meddled(model, sp):
-    """A patch that leaves a model alone, changes it, or breaks."""
+    """A patch that changes a model, or breaks."""
     if model.config.model_type == "mistral":
         raise KeyError("planted")
     if model.config.model_type == "qwen2":
@@ -50,9 +50,7 @@ def meddled(model, sp):
 
 
 def test_the_comparison_tells_what_is_wrong_and_what_crashes():
-    found = outcomes(["llama", "mistral", "qwen2"], kinds=("plain",), patch=meddled)
-    assert found["llama"]["plain", "whole"] == "exact"
-    assert found["llama"]["plain", "sharded"].startswith("refused: a model that is given shards ")
+    found = outcomes(["mistral", "qwen2"], kinds=("plain",), patch=meddled)
     assert all(words.startswith("wrong: loss by ") for words in found["qwen2"].values())
     assert all(words.startswith("crash: KeyError: 'planted'") for words in found["mistral"].values())
 

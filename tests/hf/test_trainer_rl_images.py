@@ -98,8 +98,7 @@ FEW += [("KTO", "idefics3", 2, "full")]
 @pytest.mark.parametrize(
     ("cases", "groups"),
     [
-        (FEW[:1], 1),
-        pytest.param(FEW[1:], 1, marks=slow),
+        pytest.param(FEW, 1, marks=slow),
         *(
             pytest.param([(kind, name, stage, way) for stage in (2, 3) for way in ("full", "lora")], 1, marks=slow)
             for kind in KINDS
