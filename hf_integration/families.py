@@ -269,7 +269,7 @@ def is_of_liger(forward: Callable[..., Any]) -> bool:
     """Return whether a forward belongs to a Liger class or was set on a module by Liger.
 
     Liger's norms, activations and RoPE process tokens independently, so a rank's local tokens suffice. Liger's fused
-    loss takes shift_labels and num_items_in_batch and never materializes the whole logits, so it replaces our loss
+    loss takes shift_labels and num_items_in_batch and never materializes the full logits, so it replaces our loss
     tiles.
     """
     return getattr(forward, "__module__", "").startswith("liger_kernel.")

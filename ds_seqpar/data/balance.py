@@ -3,12 +3,12 @@
 A causal pair is a query and a key that the query sees under a causal mask with document boundaries.
 
 The set of ranks is halved recursively. At each halving, documents are arranged in a row, sorted by their mean number of
-keys per query. The left half of the ranks receives the documents in a window of the row that contains the half's share
-of tokens. The window is moved until it also contains the half's share of pairs. A suitable position exists because the
-number of pairs grows as the window moves toward documents with more keys. If the window cuts a document, the left half
-takes the front of the document, so that k/v are sent from lower ranks to higher ranks. If one document has most of the
-pairs, even the last window may have too few pairs. The document is then cut as in the zigzag layout: the left half
-takes enough tokens from both ends to reach its share of pairs.
+keys per query. The left half of the ranks receives the documents in one window of the row, sized to hold that half's
+share of the tokens. The window is moved until it also contains the half's share of pairs. A suitable position exists
+because the number of pairs grows as the window moves toward documents with more keys. If the window cuts a document,
+the left half takes the front of the document, so that k/v are sent from lower ranks to higher ranks. If one document
+has most of the pairs, even the last window may have too few pairs. The document is then cut as in the zigzag layout:
+the left half takes enough tokens from both ends to reach its share of pairs.
 
 All documents in a tree form a single item in the row, unless the tree has too many tokens or pairs.
 """

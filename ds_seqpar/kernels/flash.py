@@ -260,7 +260,7 @@ class CudaEfficient(CudaKernel):
         return {torch.bfloat16: (8, 0), torch.float32: (7, 0)}.get(dtype, (0, 0))
 
     def check_keys(self, heads: int, head_dim: int, keys: int) -> None:
-        """Raise KernelError for more keys than a launch supports.
+        """Raise KernelError if there are more keys than a launch supports.
 
         The forward kernel indexes elements with 32 bits, and the backward kernel indexes blocks of 64 keys with 16
         bits. With more keys, the kernels would silently read wrong keys or omit gradients.

@@ -171,7 +171,7 @@ def _named_moment(name: str, bytes_by_item: Mapping[str, int], items: Mapping[st
 
 
 class _StepMemory:
-    """A step's memory at each moment."""
+    """Memory use over the course of a step."""
 
     def __init__(self, step: TrainingStep) -> None:
         self.step, self.model, self.zero, self.config = step, step.model, step.zero, step.config

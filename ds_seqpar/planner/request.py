@@ -166,7 +166,8 @@ class Model:
 
     @property
     def mlp(self) -> int:
-        """Number of weights in a layer's MLP. With experts, only the experts that one token uses count."""
+        """Number of weights in a layer's MLP. In models with experts, only the experts used by a single token are
+        counted."""
         return self.mlp_matrices * self.hidden * self.intermediate
 
 

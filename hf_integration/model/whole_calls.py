@@ -284,7 +284,8 @@ class _OnPart:
 
 
 def compute_on_parts(module: nn.Module, sp: SequenceParallel) -> tuple[RemovableHandle, RemovableHandle]:
-    """Hook a module that processes tokens independently so that it accepts and returns sharded whole tensors."""
+    """Hook a module that processes tokens independently so that it accepts and returns whole tensors that are sharded
+    across ranks."""
     hooks = _OnPart(sp)
     return module.register_forward_pre_hook(hooks.before), module.register_forward_hook(hooks.after, always_call=True)
 

@@ -6,8 +6,8 @@ key runs have different steps, an end may jump by several columns.
 
 A piece is a range of rows in which each end of the interval either stays in place in all rows or moves in all rows. If
 both ends stay in place, the piece is a full tile. If both ends move, the piece is a band. If only b moves, the piece is
-a causal tile plus a full tile of the columns that all its rows see. If only a moves, the piece is an upper tile plus a
-full tile.
+a causal tile plus a full tile of the columns that all its rows see. If only `a` moves, the piece is an upper tile plus
+a full tile.
 """
 
 from __future__ import annotations
