@@ -70,7 +70,7 @@ class Live(TorchDispatchMode):
         super().__init__()
         self.storages = {}  # address of the storage's header -> (weak reference, bytes)
         self.ignored = {x.untyped_storage()._cdata: StorageWeakRef(x.untyped_storage()) for x in ignored}
-        self.peak = 0
+        self.peak = self.most = 0  # most: bytes of all in `storages`, some of which may no longer be alive
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -82,7 +82,8 @@ class Live(TorchDispatchMode):
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.device.type != "meta":
                 self._see(x.untyped_storage())
-        self.peak = max(self.peak, self.bytes())
+        if self.most > self.peak:
+            self.peak = max(self.peak, self.bytes())
         return result
 
     def _see(self, storage):
@@ -90,12 +91,14 @@ class Live(TorchDispatchMode):
         known = self.ignored.get(key) or self.storages.get(key, (None,))[0]
         if known is None or known.expired():  # an address may be reused
             self.ignored.pop(key, None)
+            self.most += storage.nbytes() - self.storages.get(key, (None, 0))[1]
             self.storages[key] = StorageWeakRef(storage), storage.nbytes()
 
     def bytes(self):
         """The bytes of the storages that are alive now."""
         self.storages = {key: seen for key, seen in self.storages.items() if not seen[0].expired()}
-        return sum(size for _, size in self.storages.values())
+        self.most = sum(size for _, size in self.storages.values())
+        return self.most
 
     def restart(self):
         self.peak = self.bytes()

@@ -10,13 +10,12 @@ called it, such as DeepSpeed runs without this package.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import stat
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")  # where the C library's shm_open creates files
@@ -36,7 +35,7 @@ def remove_left_behind(say: Callable[[str], None]) -> None:
         return
     port, address = (os.environ.get(name, "") for name in ("MASTER_PORT", "MASTER_ADDR"))
     this_run = _pattern(address=re.escape(address), port=re.escape(port))
-    left_behind = [file for file in _matching(FOLDER.iterdir()) if not this_run.fullmatch(file.name)]
+    left_behind = [file for file in _of_this_user() if not this_run.fullmatch(file.name)]
     freed = [size for file in left_behind if (size := remove_unheld(file)) is not None]
     if freed:
         say(f"removed {len(freed)} shared memory files of DeepSpeed runs that ended, {sum(freed) / 2**20:.0f} MiB")
@@ -49,20 +48,19 @@ def unname() -> None:
     """
     if sys.platform != "linux":
         return
-    with open("/proc/self/maps", encoding="utf-8") as lines:
-        mapped = [Path(fields[5].rstrip("\n")) for line in lines if len(fields := line.split(maxsplit=5)) == 6]
-    for file in set(_matching(mapped)):  # after removal, a file is listed with " (deleted)"
-        with contextlib.suppress(FileNotFoundError):  # another rank was faster
-            file.unlink()
+    name = _pattern(user=str(os.getuid())).pattern
+    mapped = re.findall(f" {FOLDER}/({name})$", Path("/proc/self/maps").read_text(encoding="utf-8"), re.MULTILINE)
+    for file in {*mapped}:  # a file whose name is gone already has " (deleted)" after its name
+        (FOLDER / file).unlink(missing_ok=True)  # another rank may be faster
 
 
 def _pattern(user: str = r"\d+", address: str = ".*", port: str = r"\d*") -> re.Pattern[str]:
     return re.compile(NAME.format(user=user, address=address, port=port, rank=r"\d+"))
 
 
-def _matching(files: Iterable[Path]) -> list[Path]:
+def _of_this_user() -> list[Path]:
     name = _pattern(user=str(os.getuid()))
-    return [file for file in files if file.parent == FOLDER and name.fullmatch(file.name)]
+    return [file for file in FOLDER.iterdir() if name.fullmatch(file.name)]
 
 
 def remove_unheld(file: Path) -> int | None:
